@@ -1,0 +1,44 @@
+"""Graph contract v1: names, types and meaning of a stream-fused graph's inputs and outputs. Imports nothing heavy.
+
+One call takes T main rows (a prompt chunk or a tree: root first, primary chain next, parents before children), L rows to
+score and S rows that carry streams. The cache has capacity C and is bound in place: a ``past_key_values`` input and its
+``present`` output are the same memory. Rows past..past+T hold the main rows after the call; stream rows use the S·γ slots
+behind them as scratch.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+CONTRACT_VERSION: Final = 1
+
+Profile = Literal["ort", "portable"]
+
+INPUT_IDS: Final = "input_ids"  # int64 [1, T]
+POSITION_IDS: Final = "position_ids"  # int64 [1, T]: past + depth in the tree
+TREE_MASK: Final = "tree_mask"  # bool [T, T]: row i may see row j; lower-triangular, ancestors and itself
+PAST_LENGTH: Final = "past_length"  # int32 [1]: rows committed to the cache
+LOGIT_ROWS: Final = "logit_rows"  # int64 [L]: rows that the head scores
+STREAM_ROWS: Final = "stream_rows"  # int64 [S], S >= 0: rows that carry streams (absent from graphs without streams)
+
+NEXT_IDS: Final = "next_ids"  # int64 [L]: argmax of the logits
+LOGITS: Final = "logits"  # float [L, V]
+STREAM_IDS: Final = "stream_ids"  # int64 [S, γ, k]: top-k tokens of each stream, best first
+STREAM_LOGPROBS: Final = "stream_logprobs"  # float [S, γ, k]
+
+
+def past_key(layer: int) -> str:
+    """Cache input of ``layer``: float [1, kv_heads, C, head_dim]."""
+    return f"past_key_values.{layer}.key"
+
+
+def past_value(layer: int) -> str:
+    return f"past_key_values.{layer}.value"
+
+
+def present_key(layer: int) -> str:
+    return f"present.{layer}.key"
+
+
+def present_value(layer: int) -> str:
+    return f"present.{layer}.value"
