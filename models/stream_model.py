@@ -1,0 +1,324 @@
+"""The stream-fused network: a Hugging Face decoder whose top layers also run γ streams beside chosen rows.
+
+Speculative Streaming, arXiv 2402.11131 (v1) and PMLR v262 pp. 395-413. With M_t^l the main state of row t before layer l and
+S_tj^l the state of stream j beside it (N layers, the top N_s multi-stream, l0 = N - N_s):
+
+    S_tj^l0  = f_η(M_t^l0) + P_j                                   entry: one learned vector per stream
+    M_t^l+1  = layer(M_t^l;  M_<=t^l)                              main rows never see stream rows
+    S_tj^l+1 = layer(S_tj^l; M_<=t^l ⊕ S_t,<=j^l)                  multi-stream attention, LoRA on stream rows
+    p(y_t+1)     = softmax(H(norm(M_t^N)))                         the next token
+    p(y_t+1+j)   = softmax(H(norm(S_tj^N)))                        the token j places after the next one
+
+Stream j of the row at position t stands at rotary position t + j, the place of the token that it would have to read to
+predict the same target. The pruning adapter o_θ scores tokens early, from the state at l0: H(norm(M^l0 + o_θ M^l0)).
+
+The decoder's own layers are called; they reach keys and values through a ``Cache`` (``attention.py``). Knows token ids and
+states; nothing of tokenizers, files or training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specstream.models.attention import ATTENTION_NAME, Cache, dense_attention
+from specstream.models.config import StreamConfig
+from specstream.models.lora import LoraLinear, RowGate, linear_names, wrap
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What one call returns (graph contract v1). Stream fields are None in a model without streams."""
+
+    next_ids: Tensor  # int64 [L]
+    logits: Tensor  # float [L, V]
+    stream_ids: Tensor | None  # int64 [S, γ, k]
+    stream_logprobs: Tensor | None  # float [S, γ, k]
+
+
+@dataclass(frozen=True)
+class MainPass:
+    """Main rows of a batch of whole sequences, as the streams need them. Sequences are padded on the right."""
+
+    entry: Tensor  # [B, T, H], states at layer N - N_s
+    final: Tensor  # [B, T, H], states after the last layer, before the norm
+    keys: list[Tensor]  # of the top N_s layers, [B, kv_heads, T, d]
+    values: list[Tensor]
+
+    def detach(self) -> MainPass:
+        """The same values as leaves; ``requires_grad`` where the original had it, to collect gradients piece by piece."""
+
+        def leaf(x: Tensor) -> Tensor:
+            return x.detach().requires_grad_(x.requires_grad)
+
+        return MainPass(leaf(self.entry), self.final.detach(), [leaf(k) for k in self.keys], [leaf(v) for v in self.values])
+
+
+class StreamModel(nn.Module):
+    """A causal LM with streams.
+
+    Args:
+        base: a ``*ForCausalLM`` whose ``model`` has ``embed_tokens``, ``layers``, ``norm`` and ``rotary_emb``. Its layers are
+            used in place: LoRA wrappers are put around linear layers of the top N_s layers when ``config`` asks for them.
+        config: sizes of the streams; None for a plain model.
+    """
+
+    def __init__(self, base: PreTrainedModel, config: StreamConfig | None) -> None:
+        super().__init__()
+        self.base = base
+        self.config = config
+        # Not set_attn_implementation: it checks kernels that an export never runs.
+        base.config._attn_implementation = ATTENTION_NAME
+        self.decoder: Any = base.model
+        self.decoder.config._attn_implementation = ATTENTION_NAME
+        text = base.config
+        self.num_layers = int(text.num_hidden_layers)
+        hidden = int(text.hidden_size)
+        kind = text.model_type
+        self._embed_scale = float(getattr(text, "embedding_multiplier", 1.0)) if kind != "gemma2" else hidden**0.5
+        self._logit_divisor = float(getattr(text, "logits_scaling", 1.0))
+        self._logit_softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        self.gate = RowGate()
+        if config is None:
+            return
+        self.entry_layer = config.entry_layer
+        self.stream_vectors = nn.Parameter(torch.zeros(config.num_streams, hidden))
+        self.entry_down = nn.Parameter(torch.randn(config.entry_rank, hidden) / hidden**0.5)
+        self.entry_up = nn.Parameter(torch.zeros(hidden, config.entry_rank))
+        self.prune_down = nn.Parameter(torch.randn(config.prune_rank, hidden) / hidden**0.5)
+        self.prune_up = nn.Parameter(torch.zeros(hidden, config.prune_rank))
+        self.register_buffer("draft_vocab", torch.zeros(config.draft_vocab_size, dtype=torch.int64), persistent=False)
+        if config.stream_rank:
+            for index in range(self.entry_layer, self.num_layers):
+                layer = self.decoder.layers[index]
+                wrap(layer, linear_names(layer), config.stream_rank, config.stream_alpha, self.gate)
+
+    # Pieces
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token embeddings as the first layer wants them: int64 [B, T] -> [B, T, H]."""
+        hidden: Tensor = self.decoder.embed_tokens(input_ids)
+        return hidden if self._embed_scale == 1.0 else hidden * self._embed_scale
+
+    def run_layers(self, hidden: Tensor, start: int, stop: int, positions: Tensor, cache: Cache) -> Tensor:
+        """Decoder layers ``start`` to ``stop`` over rows [B, R, H] at absolute ``positions`` int64 [B, R]."""
+        rotary = self.decoder.rotary_emb(hidden, positions)
+        local = getattr(self.decoder, "rotary_emb_local", None)
+        if local is None:
+            places = {"position_embeddings": rotary}
+        else:  # Gemma 3: sliding layers have a rotary base of their own
+            places = {"position_embeddings_global": rotary, "position_embeddings_local": local(hidden, positions)}
+        for layer in self.decoder.layers[start:stop]:
+            hidden = layer(hidden, attention_mask=None, position_ids=positions, row_cache=cache, **places)
+            if isinstance(hidden, tuple):
+                hidden = hidden[0]
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits over the whole vocabulary: [..., H] -> [..., V]."""
+        return self._scale_logits(self.base.lm_head(self.decoder.norm(hidden)))
+
+    def draft_head(self, hidden: Tensor) -> Tensor:
+        """Logits over the draft vocabulary (all tokens when there is none): [..., H] -> [..., Vd]."""
+        normed = self.decoder.norm(hidden)
+        return self._scale_logits(nn.functional.linear(normed, self.draft_weight()))
+
+    def draft_weight(self) -> Tensor:
+        """Rows of the head that score the draft vocabulary: [Vd, H]."""
+        weight: Tensor = self.base.lm_head.weight
+        return weight[self.draft_vocab] if self.config is not None and self.config.draft_vocab_size else weight
+
+    def _scale_logits(self, logits: Tensor) -> Tensor:
+        if self._logit_divisor != 1.0:
+            logits = logits / self._logit_divisor
+        if self._logit_softcap is not None:
+            logits = torch.tanh(logits / self._logit_softcap) * self._logit_softcap
+        return logits
+
+    def enter(self, state: Tensor) -> Tensor:
+        """Stream rows that start beside main rows: f_η(M) + P_j, [B, n, H] -> [B, n·γ, H], the streams of a row together."""
+        assert self.config is not None
+        if self.config.entry_rank:
+            low = nn.functional.linear(state, self.entry_down.to(state.dtype))
+            state = state + nn.functional.linear(low, self.entry_up.to(state.dtype))
+        streams = state.unsqueeze(2) + self.stream_vectors.to(state.dtype)
+        return streams.reshape(state.shape[0], -1, state.shape[2])
+
+    def prune_logits(self, entry: Tensor) -> Tensor:
+        """Early next-token scores of the pruning adapter (PMLR v262, section 3.3): z = H(norm(M + o_θ M)), [..., H] -> [..., Vd]."""
+        low = nn.functional.linear(entry, self.prune_down.to(entry.dtype))
+        return self.draft_head(entry + nn.functional.linear(low, self.prune_up.to(entry.dtype)))
+
+    # One call of the loop: graph contract v1
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        tree_mask: Tensor,
+        logit_rows: Tensor,
+        stream_rows: Tensor | None,
+        cache: Cache,
+    ) -> StepTensors:
+        """One call over T main rows, S of which carry streams.
+
+        Args:
+            input_ids: int64 [1, T].
+            position_ids: int64 [1, T].
+            tree_mask: bool [T, T], row i may see row j.
+            logit_rows: int64 [L], rows to score.
+            stream_rows: int64 [S], rows that carry streams; None in a model without streams.
+            cache: committed rows.
+        """
+        positions = position_ids[0]
+        hidden = self.embed(input_ids)
+        self.gate.rows = None
+        cache.set_rows(positions, tree_mask)
+        if self.config is None or stream_rows is None:
+            hidden = self.run_layers(hidden, 0, self.num_layers, position_ids, cache)
+            return self._outputs(hidden[:, logit_rows], None)
+        rows = input_ids.shape[1]
+        hidden = self.run_layers(hidden, 0, self.entry_layer, position_ids, cache)
+        streams = self.enter(hidden[:, stream_rows])
+        hidden = torch.cat([hidden, streams], dim=1)
+        all_positions, visible = fused_rows(positions, tree_mask, stream_rows, self.config.num_streams)
+        cache.set_rows(all_positions, visible)
+        self.gate.rows = (torch.arange(all_positions.shape[0]) >= rows).to(hidden.dtype).unsqueeze(1)
+        hidden = self.run_layers(hidden, self.entry_layer, self.num_layers, all_positions.unsqueeze(0), cache)
+        self.gate.rows = None
+        return self._outputs(hidden[:, logit_rows], hidden[:, rows:])
+
+    def _outputs(self, scored: Tensor, streams: Tensor | None) -> StepTensors:
+        logits = self.head(scored)[0].float()
+        next_ids = torch.argmax(logits, dim=-1)
+        if streams is None or self.config is None:
+            return StepTensors(next_ids, logits, None, None)
+        draft = self.draft_head(streams)[0].float()
+        best, index = torch.topk(draft, self.config.top_k, dim=-1)
+        logprobs = best - torch.logsumexp(draft, dim=-1, keepdim=True)
+        if self.config.draft_vocab_size:
+            index = self.draft_vocab[index]
+        shape = (-1, self.config.num_streams, self.config.top_k)
+        return StepTensors(next_ids, logits, index.reshape(shape), logprobs.reshape(shape))
+
+    # Whole sequences, for training
+
+    def main_pass(self, input_ids: Tensor) -> MainPass:
+        """Main rows of a batch: int64 [B, T], padded on the right (causal rows never see what comes after them)."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+        cache = _CausalCache(self.entry_layer if self.config is not None else self.num_layers)
+        self.gate.rows = None
+        first = self.run_layers(self.embed(input_ids), 0, cache.first_kept, positions, cache)
+        final = self.run_layers(first, cache.first_kept, self.num_layers, positions, cache)
+        return MainPass(first, final, cache.keys, cache.values)
+
+    def stream_pass(self, main: MainPass, anchors: Tensor) -> Tensor:
+        """Streams beside chosen rows of a batch.
+
+        Args:
+            main: the batch's main rows.
+            anchors: int64 [B, n], rows that carry streams (repeat any row for padding).
+
+        Returns:
+            States after the last layer, [B, n, γ, H].
+        """
+        assert self.config is not None
+        batch, count = anchors.shape
+        gamma = self.config.num_streams
+        hidden = self.enter(main.entry.gather(1, anchors.unsqueeze(2).expand(-1, -1, main.entry.shape[2])))
+        offsets = torch.arange(1, gamma + 1, device=anchors.device)
+        positions = (anchors.unsqueeze(2) + offsets).reshape(batch, -1)
+        cache = _BesideCache(main, anchors, gamma, self.entry_layer)
+        self.gate.rows = True
+        hidden = self.run_layers(hidden, self.entry_layer, self.num_layers, positions, cache)
+        self.gate.rows = None
+        return hidden.reshape(batch, count, gamma, -1)
+
+    def stream_parameters(self) -> dict[str, nn.Parameter]:
+        """Everything that makes streams: vectors, entry map, pruning adapter, LoRA of stream rows."""
+        if self.config is None:
+            return {}
+        found = {name: getattr(self, name) for name in ("stream_vectors", "entry_down", "entry_up", "prune_down", "prune_up")}
+        for name, module in self.decoder.named_modules():
+            if isinstance(module, LoraLinear) and module.gate is not None:
+                found |= {f"{name}.lora_A": module.lora_A, f"{name}.lora_B": module.lora_B}
+        return {name: parameter for name, parameter in found.items() if parameter.numel()}
+
+
+def fused_rows(positions: Tensor, tree_mask: Tensor, stream_rows: Tensor, num_streams: int) -> tuple[Tensor, Tensor]:
+    """Positions and visibility once stream rows stand behind the main rows.
+
+    Args:
+        positions: int64 [T].
+        tree_mask: bool [T, T].
+        stream_rows: int64 [S].
+        num_streams: γ.
+
+    Returns:
+        Positions int64 [T + S·γ] and visibility bool [T + S·γ, T + S·γ]: main rows see main rows of the tree only; stream j of
+        row t sees what t sees and streams <= j of t.
+    """
+    carriers = stream_rows.unsqueeze(1).expand(-1, num_streams).reshape(-1)  # the main row beside each stream row
+    group = torch.arange(carriers.shape[0]) // num_streams
+    index = torch.arange(carriers.shape[0]) % num_streams
+    own = (group.unsqueeze(1) == group.unsqueeze(0)) & (index.unsqueeze(1) >= index.unsqueeze(0))
+    behind = torch.zeros(1, dtype=torch.bool).expand(tree_mask.shape[0], carriers.shape[0])
+    visible = torch.cat([torch.cat([tree_mask, behind], dim=1), torch.cat([tree_mask[carriers], own], dim=1)], dim=0)
+    return torch.cat([positions, positions[carriers] + index + 1]), visible
+
+
+class _CausalCache:
+    """Main rows of whole sequences: a triangle, keys and values of the top layers kept for the streams."""
+
+    def __init__(self, first_kept: int) -> None:
+        self.first_kept = first_kept
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def set_rows(self, positions: Tensor, visible: Tensor) -> None:
+        raise AssertionError("whole sequences have one fixed mask")
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        if layer >= self.first_kept:
+            self.keys.append(key)
+            self.values.append(value)
+        rows = query.shape[2]
+        if window is None or rows <= window:
+            return dense_attention(query, key, value, None, scale=scale, softcap=softcap, causal=True)
+        full = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril()
+        return dense_attention(query, key, value, full & ~full.tril(-window), scale=scale, softcap=softcap)
+
+
+class _BesideCache:
+    """Stream rows beside main rows whose keys and values are known."""
+
+    def __init__(self, main: MainPass, anchors: Tensor, gamma: int, first: int) -> None:
+        self.main, self.first = main, first
+        rows = main.entry.shape[1]
+        count = anchors.shape[1]
+        device = anchors.device
+        index = torch.arange(count * gamma, device=device)
+        group, place = index // gamma, index % gamma
+        own = (group.unsqueeze(1) == group.unsqueeze(0)) & (place.unsqueeze(1) >= place.unsqueeze(0))
+        carriers = anchors[:, group]  # [B, n·γ]
+        slots = torch.arange(rows, device=device)
+        self.positions = carriers + place + 1
+        self.distance = torch.cat([self.positions.unsqueeze(2) - slots, self.positions.unsqueeze(2) - self.positions.unsqueeze(1)], 2)
+        self.visible = torch.cat([slots <= carriers.unsqueeze(2), own.expand(anchors.shape[0], -1, -1)], dim=2).unsqueeze(1)
+
+    def set_rows(self, positions: Tensor, visible: Tensor) -> None:
+        raise AssertionError("stream rows beside whole sequences have one fixed mask")
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        key = torch.cat([self.main.keys[layer - self.first], key], dim=2)
+        value = torch.cat([self.main.values[layer - self.first], value], dim=2)
+        visible = self.visible if window is None else self.visible & (self.distance < window).unsqueeze(1)
+        return dense_attention(query, key, value, visible, scale=scale, softcap=softcap)
