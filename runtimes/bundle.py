@@ -1,0 +1,263 @@
+"""The bundle: a folder that holds a model for a device, checks itself when it is loaded and appears at once or not at all.
+
+Knows files, sizes and hashes; nothing of graphs, tokens or tensors. Nothing here ever unpickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import os
+import re
+import shutil
+import signal
+import threading
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import FrameType, TracebackType
+from typing import Any, ClassVar, Self
+
+from specstream.models.errors import UserError
+from specstream.runtimes.manifest import MANIFEST_NAME, FileEntry, Manifest
+
+
+class Bundle:
+    """A bundle on disk, whose files are those that its manifest lists."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], check: bool = True) -> Bundle:
+        """Open the bundle in the folder ``path``.
+
+        Args:
+            check: compare the sha256 of every file (about a second for each GB); sizes are always compared.
+
+        Raises:
+            UserError: no bundle there, made by a newer specstream, or files that are missing, changed or outside the folder.
+        """
+        folder = Path(path)
+        if not folder.exists():
+            raise UserError(f"{folder}: no such bundle; make one with 'specstream export MODEL {folder}'")
+        if not (folder / MANIFEST_NAME).is_file():
+            raise UserError(f"{folder}: not a bundle (a folder with {MANIFEST_NAME} was expected)")
+        source = folder / MANIFEST_NAME
+        try:
+            manifest = Manifest.from_json(source.read_text(encoding="utf-8"), source)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{source}: not UTF-8 text ({error.reason}); the bundle is damaged, export it again") from None
+        bundle = cls(folder, manifest)
+        problems = [p for entry in manifest.files if (p := bundle._problem_with(entry, check)) is not None]
+        if manifest.graph not in bundle._listed():
+            problems.append(f"graph {manifest.graph!r} is not among the files it lists")
+        if problems:
+            raise UserError(f"{folder}: {'; '.join(problems)}; the bundle is damaged, copy or export it again")
+        return bundle
+
+    def path(self, name: str) -> Path:
+        """Path of the listed file ``name``.
+
+        Raises:
+            UserError: the manifest lists no such file.
+        """
+        if name not in self._listed():
+            raise UserError(f"{self.folder}: has no file {name!r} (it lists {', '.join(sorted(self._listed()))})")
+        return self.folder / name
+
+    def has(self, name: str) -> bool:
+        return name in self._listed()
+
+    def _listed(self) -> set[str]:
+        return {entry.path for entry in self.manifest.files}
+
+    def _problem_with(self, entry: FileEntry, check: bool) -> str | None:
+        if not _stays_inside(entry.path):
+            return f"its manifest names {entry.path!r}, outside the folder"
+        # A link at a path inside the folder is fine (shared weights): what it holds is checked like any file.
+        file = self.folder / entry.path
+        if not file.is_file():
+            return f"{entry.path} is missing"
+        size = file.stat().st_size
+        if size != entry.bytes:
+            return f"{entry.path} has {size} bytes ({entry.bytes} were expected)"
+        if check and sha256(file) != entry.sha256:
+            return f"{entry.path} is not the file that was written (another sha256)"
+        return None
+
+
+class BundleWriter:
+    """Writes a bundle into a temporary folder beside ``out`` and renames it at the end.
+
+    Use as a context manager: write files at :meth:`path`, then call :meth:`finish`. Leaving without it (an exception, Ctrl-C,
+    SIGTERM) removes everything. A folder left by a process that was killed outright is removed by the next write to ``out``.
+
+        with BundleWriter("out") as writer:
+            writer.path("model.onnx").write_bytes(graph)
+            writer.finish(manifest)
+
+    Args:
+        out: the folder to make.
+        force: replace ``out`` when it is a bundle (or an empty folder) already.
+    """
+
+    _active: ClassVar[set[Path]] = set()  # temporary folders of this process that are being written
+
+    def __init__(self, out: str | os.PathLike[str], force: bool = False) -> None:
+        self.out = Path(os.path.abspath(out))
+        self.force = force
+        self.folder = self.out.with_name(f".{self.out.name}.partial-{os.getpid()}")
+        self._made_parents: list[Path] = []
+        self._signals: dict[int, Any] = {}
+        self._finished = False
+
+    def __enter__(self) -> Self:
+        self._check_out()
+        if self.folder in self._active:
+            raise UserError(f"{self.out}: is already being written by this process")
+        for parent in reversed([p for p in self.out.parents if not p.exists()]):
+            _make_folder(parent)
+            self._made_parents.append(parent)
+        self._catch_signals()
+        try:
+            self._remove_stale()
+            _make_folder(self.folder)
+        except BaseException:
+            self._clean_up()
+            raise
+        self._active.add(self.folder)
+        return self
+
+    def path(self, name: str) -> Path:
+        """Where to write the file ``name`` (a relative POSIX path); its folder exists."""
+        if not _stays_inside(name):
+            raise ValueError(f"a bundle's file must stay inside its folder: {name!r}")
+        file = self.folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
+
+    def reserve(self, needed: int) -> None:
+        """Check that ``needed`` bytes are free where the bundle goes.
+
+        Raises:
+            UserError: fewer are.
+        """
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise UserError(
+                f"{self.out}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free on that disk; free some space or write elsewhere"
+            )
+
+    def finish(self, manifest: Manifest) -> Bundle:
+        """Hash the files, write the manifest with them and rename the folder to ``out``.
+
+        Args:
+            manifest: its ``files`` are replaced by those found.
+        """
+        found = sorted(p for p in self.folder.rglob("*") if p.is_file())
+        entries = [FileEntry(p.relative_to(self.folder).as_posix(), sha256(p), p.stat().st_size) for p in found]
+        manifest = dataclasses.replace(manifest, files=tuple(e for e in entries if e.path != MANIFEST_NAME))
+        if manifest.graph not in {e.path for e in manifest.files}:
+            raise ValueError(f"the manifest's graph {manifest.graph!r} was not written")
+        (self.folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        self._check_out()
+        if os.path.lexists(self.out):
+            old = self.out.with_name(f".{self.out.name}.replaced-{os.getpid()}")
+            os.rename(self.out, old)
+            try:
+                os.rename(self.folder, self.out)
+            except BaseException:
+                os.rename(old, self.out)
+                raise
+            _remove(old)
+        else:
+            os.rename(self.folder, self.out)
+        self._finished = True
+        return Bundle(self.out, manifest)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._clean_up()
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise UserError(f"{self.out}: the disk is full; free some space or write elsewhere") from error
+
+    def _check_out(self) -> None:
+        if not os.path.lexists(self.out):
+            return
+        if not self.force:
+            raise UserError(f"{self.out}: exists already; choose another folder or replace it with --force")
+        is_bundle = (self.out / MANIFEST_NAME).is_file()
+        is_empty_folder = self.out.is_dir() and not any(self.out.iterdir())
+        if not (is_bundle or is_empty_folder):
+            raise UserError(f"{self.out}: exists and is not a bundle, so --force does not replace it; choose another folder")
+
+    def _remove_stale(self) -> None:
+        """Remove what killed processes left of earlier writes to the same ``out``."""
+        pattern = re.compile(re.escape(f".{self.out.name}.") + r"(?:partial|replaced)-(\d+)")
+        for folder in self.out.parent.iterdir():
+            match = pattern.fullmatch(folder.name)
+            # In a container a new process often has the old one's number: a folder with ours that we do not write is stale.
+            if match and folder not in self._active and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
+                _remove(folder)
+
+    def _catch_signals(self) -> None:
+        """Let SIGTERM and SIGHUP end the process through an exception, so that ``__exit__`` runs."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                self._signals[number] = signal.signal(number, _exit_by_signal)
+
+    def _clean_up(self) -> None:
+        self._active.discard(self.folder)
+        if not self._finished:
+            _remove(self.folder)
+            for parent in reversed(self._made_parents):
+                with contextlib.suppress(OSError):  # something else was put there meanwhile
+                    parent.rmdir()
+        for number, handler in self._signals.items():
+            signal.signal(number, handler)
+        self._signals.clear()
+
+
+def sha256(file: Path) -> str:
+    """sha256 of a file's content in hex, read in pieces."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _stays_inside(name: str) -> bool:
+    """Whether a manifest's path names something below the bundle's folder, on any system."""
+    windows = PureWindowsPath(name)
+    parts = PurePosixPath(name).parts + windows.parts
+    return bool(name) and name != "." and not (name.startswith("/") or windows.drive or windows.root or ".." in parts or "\0" in name)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OSError):
+        return True  # another user's, or not known: leave it
+    return True
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise UserError(f"{path}: cannot make this folder ({error.strerror})") from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _exit_by_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

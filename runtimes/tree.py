@@ -1,0 +1,233 @@
+"""Token trees: what a drafter proposes and one call verifies. Token ids and probabilities; nothing of sessions, caches or text."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """A tree of tokens. Row 0, the root, is the last emitted token (the correction), whose row is not in the cache yet.
+
+    Row order: root, then the primary chain (from the root, each time the likeliest child), then the rest; parents before
+    children. The builders below keep to it. The class itself checks nothing: a drafter may return anything, and
+    :func:`specstream.runtimes.speculate.sanitise` is what stands between it and the graph.
+
+    Attributes:
+        tokens: int64 [M].
+        parents: int32 [M], row of each parent; -1 for the root.
+        logprob: float32 [M], log-probability of the path from the root (root: 0).
+    """
+
+    tokens: IntArray
+    parents: npt.NDArray[np.int32]
+    logprob: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depth(self) -> IntArray:
+        """int64 [M]: distance from the root."""
+        depth = [0] * len(self)
+        for row, parent in enumerate(self.parents.tolist()[1:], 1):
+            depth[row] = depth[parent] + 1
+        return np.array(depth, dtype=np.int64)
+
+    def mask(self) -> BoolArray:
+        """bool [M, M]: row i may see row j, that is its ancestors and itself; lower-triangular."""
+        mask = np.eye(len(self), dtype=np.bool_)
+        for row, parent in enumerate(self.parents.tolist()[1:], 1):
+            mask[row, : parent + 1] |= mask[parent, : parent + 1]
+        return mask
+
+    def children(self, row: int) -> list[int]:
+        """Rows whose parent is ``row``, in row order."""
+        return np.flatnonzero(self.parents == row).tolist()
+
+    def path(self, row: int) -> list[int]:
+        """Rows from the root to ``row``, both included."""
+        rows = [row]
+        while rows[-1] != 0:
+            rows.append(int(self.parents[rows[-1]]))
+        return rows[::-1]
+
+
+def root_only(root_token: int) -> TokenTree:
+    """The empty draft: plain decoding."""
+    return chain(root_token, ())
+
+
+def chain(root_token: int, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> TokenTree:
+    """A single path below the root; ``logprobs`` are each token's own (given its parent), certain when left out."""
+    own = np.zeros(len(tokens)) if logprobs is None else np.asarray(logprobs, dtype=np.float64)
+    return TokenTree(
+        tokens=np.array([root_token, *tokens], dtype=np.int64),
+        parents=np.arange(-1, len(tokens), dtype=np.int32),
+        logprob=np.concatenate(([0.0], np.cumsum(own))).astype(np.float32),
+    )
+
+
+def best_first(
+    root_token: int, stream_ids: npt.ArrayLike, stream_logprobs: npt.ArrayLike, budget: int, max_depth: int | None = None
+) -> TokenTree:
+    """The ``budget`` likeliest nodes, when depth j draws from the candidates of stream j whatever was drawn before.
+
+    A path's probability is the product of its tokens' (streams never see which tokens were picked, arXiv 2402.11131, so
+    siblings' subtrees have the same candidates). A node's next sibling and its first child are both no likelier than itself,
+    so popping the likeliest known node, and pushing those two, visits all nodes from the likeliest down.
+
+    Args:
+        stream_ids: int [γ, k]: row j - 1 has the candidates at depth j.
+        stream_logprobs: float [γ, k].
+        budget: rows at most, the root included.
+        max_depth: depth at most; γ when left out.
+    """
+    logprobs = np.asarray(stream_logprobs, dtype=np.float32)
+    order = np.argsort(-logprobs, axis=1, kind="stable")
+    ids: list[list[int]] = np.take_along_axis(np.asarray(stream_ids), order, axis=1).tolist()
+    scores: list[list[float]] = np.take_along_axis(logprobs, order, axis=1).tolist()
+    levels = len(ids) if max_depth is None else min(max_depth, len(ids))
+    tokens, parents, paths, depths, ranks = [root_token], [-1], [0.0], [0], [0]
+    # (-path log-probability, order of pushing, parent row, rank among the candidates of the next depth)
+    heap: list[tuple[float, int, int, int]] = []
+
+    def push(parent: int, rank: int) -> None:
+        depth = depths[parent]
+        if depth < levels and rank < len(scores[depth]) and math.isfinite(scores[depth][rank]):
+            heapq.heappush(heap, (-(paths[parent] + scores[depth][rank]), len(tokens) * 2 + (rank > 0), parent, rank))
+
+    push(0, 0)
+    while heap and len(tokens) < budget:
+        negative, _, parent, rank = heapq.heappop(heap)
+        row = len(tokens)
+        tokens.append(ids[depths[parent]][rank])
+        parents.append(parent)
+        paths.append(-negative)
+        depths.append(depths[parent] + 1)
+        ranks.append(rank)
+        push(row, 0)
+        push(parent, rank + 1)
+    return _primary_first(tokens, parents, paths)
+
+
+def cartesian(root_token: int, stream_ids: npt.ArrayLike, stream_logprobs: npt.ArrayLike, widths: Sequence[int]) -> TokenTree:
+    """The paper's tree (arXiv 2402.11131, section 3.2): below every node of depth j - 1, the top ``widths[j - 1]`` of stream j.
+
+    ``(k,) * γ`` gives 1 + Σ k^g rows: 40 for γ = k = 3.
+
+    Args:
+        stream_ids: int [γ, k], best first.
+        stream_logprobs: float [γ, k].
+        widths: candidates at each depth; at most γ of them.
+    """
+    ids: list[list[int]] = np.asarray(stream_ids).tolist()
+    scores: list[list[float]] = np.asarray(stream_logprobs, dtype=np.float32).tolist()
+    tokens, parents, paths = [root_token], [-1], [0.0]
+    level = [0]
+    for depth, width in enumerate(widths):
+        below = []
+        for parent in level:
+            for token, score in zip(ids[depth][:width], scores[depth][:width], strict=True):
+                below.append(len(tokens))
+                tokens.append(token)
+                parents.append(parent)
+                paths.append(paths[parent] + score)
+        level = below
+    return _primary_first(tokens, parents, paths)
+
+
+def merge(trees: Sequence[TokenTree], budget: int) -> TokenTree:
+    """One tree from several drafters' with the same root: equal paths fall together, the likeliest ``budget`` rows stay.
+
+    A path that several propose gets the highest of their probabilities, which must be calibrated to be comparable.
+
+    Raises:
+        ValueError: no tree, or different roots.
+    """
+    if len({int(tree.tokens[0]) for tree in trees}) != 1:
+        raise ValueError("trees to merge need one common root")
+    tokens, parents, paths = [int(trees[0].tokens[0])], [-1], [0.0]
+    known: dict[tuple[int, int], int] = {}
+    for tree in trees:
+        row_of = [0]
+        for token, parent, path in zip(tree.tokens.tolist()[1:], tree.parents.tolist()[1:], tree.logprob.tolist()[1:], strict=True):
+            above = row_of[parent]
+            row = known.setdefault((above, token), len(tokens))
+            if row == len(tokens):
+                tokens.append(token)
+                parents.append(above)
+                paths.append(path)
+            paths[row] = max(paths[row], path)
+            row_of.append(row)
+    # Each path is no likelier than its parent's, so the likeliest rows contain their ancestors; the stable sort keeps ties so.
+    kept = sorted(sorted(range(len(tokens)), key=lambda row: -paths[row])[:budget])
+    new = {row: i for i, row in enumerate(kept)}
+    return _primary_first([tokens[r] for r in kept], [new.get(parents[r], -1) for r in kept], [paths[r] for r in kept])
+
+
+def _primary_first(tokens: list[int], parents: list[int], paths: list[float]) -> TokenTree:
+    """The tree with its primary chain moved to the front; parents stay before children.
+
+    Why the order matters: with quantized activations only rows whose mask has no gaps are bit-equal to plain decoding.
+    """
+    likeliest: dict[int, int] = {}
+    for row in range(1, len(tokens)):
+        best = likeliest.get(parents[row])
+        if best is None or paths[row] > paths[best]:
+            likeliest[parents[row]] = row
+    order = [0]
+    while order[-1] in likeliest:
+        order.append(likeliest[order[-1]])
+    primary = set(order)
+    order += [row for row in range(1, len(tokens)) if row not in primary]
+    new = {row: i for i, row in enumerate(order)}
+    return TokenTree(
+        tokens=np.array([tokens[row] for row in order], dtype=np.int64),
+        parents=np.array([-1 if row == 0 else new[parents[row]] for row in order], dtype=np.int32),
+        logprob=np.array([paths[row] for row in order], dtype=np.float32),
+    )
+
+
+# Which rows of a tree carry streams in the call that verifies it: int64 [S], ascending.
+StreamPolicy = Callable[[TokenTree], IntArray]
+
+
+def every_row(tree: TokenTree) -> IntArray:
+    """The paper's choice: streams beside every node, so any accepted path goes on with a full draft. (1 + γ) rows a node."""
+    return np.arange(len(tree), dtype=np.int64)
+
+
+def only_root(tree: TokenTree) -> IntArray:
+    """γ extra rows only; the next draft is shorter by as many levels as were accepted."""
+    return np.zeros(1, dtype=np.int64)
+
+
+def likeliest_last(count: int) -> StreamPolicy:
+    """The ``count`` rows that are likeliest to be the last accepted one.
+
+    A node is the last accepted when its path is right and none of its children is: P(path) · (1 - Σ P(child | path)), which is
+    P(path) - Σ P(path, child).
+    """
+    if count < 1:
+        raise ValueError(f"at least one row must carry streams, not {count}")
+
+    def choose(tree: TokenTree) -> IntArray:
+        if count >= len(tree):
+            return every_row(tree)
+        path = np.exp(tree.logprob.astype(np.float64))
+        last = path - np.bincount(tree.parents[1:], weights=path[1:], minlength=len(tree))
+        return np.sort(np.argsort(-last, kind="stable")[:count]).astype(np.int64)
+
+    return choose
