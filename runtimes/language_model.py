@@ -1,0 +1,233 @@
+"""A bundle ready to talk: text in, text out, with what it took. Joins the bundle, its session, its tokenizer and the loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specstream.models.errors import UserError
+from specstream.runtimes.bundle import Bundle
+from specstream.runtimes.drafters import Drafter, NoDrafter, StreamDrafter
+from specstream.runtimes.manifest import Manifest
+from specstream.runtimes.ort_session import OrtSession
+from specstream.runtimes.session import Session
+from specstream.runtimes.speculate import FinishReason, speculate
+from specstream.runtimes.text import Message, TextCodec
+from specstream.runtimes.tree import StreamPolicy, every_row, likeliest_last, only_root
+
+DEFAULT_BUDGET = 16
+DEFAULT_STREAM_ROWS = 4
+
+Prompt = str | Sequence[Message] | Sequence[int]
+Draft = str | Drafter  # a name: auto, streams, none
+StreamRows = int | str  # a number of rows, or a name: all, root
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """One generated text and what it took. Keys of ``generate --json`` (design: "Reports").
+
+    Attributes:
+        text: special tokens and the stop token left out.
+        token_ids: all emitted tokens, the stop token included.
+        finish_reason: ``stop`` or ``length``.
+        tokens: how many were emitted.
+        calls: verifying calls; the prefill is not one.
+        tokens_per_call: tokens after the prefill's first one, over calls; None without calls.
+        tokens_per_second: the same tokens over the time after the first one; None without calls.
+        first_token_seconds: from the request to the first token.
+        drafted: tokens proposed and verified.
+        accepted: of those, how many were emitted.
+        dropped: rows that a drafter proposed and that could not be verified (0 unless a drafter or a graph is at fault).
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    tokens: int
+    calls: int
+    tokens_per_call: float | None
+    tokens_per_second: float | None
+    first_token_seconds: float
+    drafted: int
+    accepted: int
+    dropped: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"token_ids": list(self.token_ids)}
+
+
+class LanguageModel:
+    """Generates text with a session. Made by :func:`load`; one text at a time, not for use from several threads at once.
+
+    Attributes:
+        manifest: of the bundle.
+        last: the result of the last text that was streamed to its end.
+    """
+
+    def __init__(self, manifest: Manifest, session: Session, codec: TextCodec) -> None:
+        self.manifest = manifest
+        self.session = session
+        self.codec = codec
+        self.last: GenerationResult | None = None
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        draft: Draft = "auto",
+        *,
+        raw: bool = False,
+        budget: int = DEFAULT_BUDGET,
+        stream_rows: StreamRows = DEFAULT_STREAM_ROWS,
+    ) -> GenerationResult:
+        """The whole text at once; arguments as in :meth:`stream`."""
+        for _ in self.stream(prompt, max_new_tokens, draft, raw=raw, budget=budget, stream_rows=stream_rows):
+            pass
+        assert self.last is not None
+        return self.last
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        draft: Draft = "auto",
+        *,
+        raw: bool = False,
+        budget: int = DEFAULT_BUDGET,
+        stream_rows: StreamRows = DEFAULT_STREAM_ROWS,
+    ) -> Iterator[str]:
+        """Text as it comes, in pieces of whole characters. Afterwards :attr:`last` has the result.
+
+        Args:
+            prompt: a user's text, messages ``{"role", "content"}``, or token ids.
+            max_new_tokens: tokens to emit at most.
+            draft: ``auto`` (streams if the bundle has them), ``streams``, ``none`` (plain decoding), or a drafter. The text is the
+                same with any.
+            raw: take a text as it is, without the chat template.
+            budget: rows of a verifying call at most, stream rows not counted.
+            stream_rows: how many of them carry streams: ``all``, ``root``, or the n likeliest to be the last accepted.
+
+        Raises:
+            UserError: a prompt that is empty or too long, or an argument that makes no sense.
+        """
+        drafter, policy = self.drafter(draft), stream_policy(stream_rows)
+        start = time.perf_counter()
+        prompt_ids = self.prompt_ids(prompt, raw)
+        self.last = None
+        self.session.rewind(0)
+        blocks = speculate(
+            self.session,
+            prompt_ids,
+            drafter,
+            policy=policy,
+            budget=budget,
+            max_new_tokens=max_new_tokens,
+            stop_ids=self.codec.stop_ids,
+        )
+
+        def pieces() -> Iterator[str]:
+            token_ids: list[int] = []
+            calls = drafted = accepted = dropped = 0
+            first = paused = 0.0
+            reason: FinishReason | None = None
+            text = self.codec.stream()
+            for block in blocks:
+                if not token_ids:
+                    first = time.perf_counter() - start
+                token_ids += block.tokens
+                calls += block.rows > 0
+                drafted, accepted, dropped = drafted + block.drafted, accepted + block.accepted, dropped + block.dropped
+                reason = block.finish_reason
+                if piece := text.push(block.tokens):
+                    handed_over = time.perf_counter()
+                    yield piece
+                    paused += time.perf_counter() - handed_over  # what the caller does with a piece is not our time
+            seconds = time.perf_counter() - start - first - paused
+            if piece := text.finish():
+                yield piece
+            assert reason is not None
+            decoded = len(token_ids) - 1
+            self.last = GenerationResult(
+                text=self.codec.decode(token_ids),
+                token_ids=tuple(token_ids),
+                finish_reason=reason,
+                tokens=len(token_ids),
+                calls=calls,
+                tokens_per_call=decoded / calls if calls else None,
+                tokens_per_second=decoded / seconds if calls else None,
+                first_token_seconds=first,
+                drafted=drafted,
+                accepted=accepted,
+                dropped=dropped,
+            )
+
+        return pieces()
+
+    def prompt_ids(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Token ids of a prompt in any of its three forms.
+
+        Raises:
+            UserError: as :meth:`TextCodec.encode`.
+        """
+        if isinstance(prompt, str):
+            return self.codec.encode(prompt, raw)
+        ids = [item for item in prompt if isinstance(item, int)]
+        if len(ids) == len(prompt):
+            return ids
+        messages = [item for item in prompt if not isinstance(item, int)]
+        if len(messages) != len(prompt):
+            raise UserError("the prompt mixes token ids and messages; give one or the other")
+        return self.codec.encode(messages)
+
+    def drafter(self, draft: Draft) -> Drafter:
+        """The drafter that a name stands for.
+
+        Raises:
+            UserError: an unknown name, or ``streams`` of a bundle without them.
+        """
+        if not isinstance(draft, str):
+            return draft
+        streams = self.manifest.streams
+        if draft == "none" or (draft == "auto" and streams is None):
+            return NoDrafter()
+        if draft not in ("auto", "streams"):
+            raise UserError(f"draft: {draft!r} is unknown; auto, streams or none expected")
+        if streams is None:
+            raise UserError("draft: this bundle has no streams; export it with --adapter, or use auto or none")
+        return StreamDrafter(streams.calibration)
+
+
+def stream_policy(stream_rows: StreamRows) -> StreamPolicy:
+    """The policy that ``stream_rows`` stands for: ``all``, ``root`` or a number of rows.
+
+    Raises:
+        UserError: anything else.
+    """
+    if stream_rows == "all":
+        return every_row
+    if stream_rows == "root":
+        return only_root
+    if isinstance(stream_rows, str) or stream_rows < 1:
+        raise UserError(f"stream_rows: {stream_rows!r} given; 'all', 'root' or a number from 1 expected")
+    return likeliest_last(stream_rows)
+
+
+def load(path: str | os.PathLike[str], threads: int | None = None, capacity: int | None = None, check: bool = True) -> LanguageModel:
+    """Open a bundle.
+
+    Args:
+        path: the bundle's folder.
+        threads: for the graph's operators; all usable cores when left out.
+        capacity: rows of cache to allocate at once and never exceed; grows as needed when left out.
+        check: compare the hash of every file.
+
+    Raises:
+        UserError: no bundle, a damaged one, or arguments that make no sense.
+    """
+    bundle = Bundle.load(path, check=check)
+    codec = TextCodec.from_bundle(bundle)
+    return LanguageModel(bundle.manifest, OrtSession(bundle, threads=threads, capacity=capacity), codec)

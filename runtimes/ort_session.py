@@ -1,0 +1,235 @@
+"""ONNX Runtime behind the `Session` protocol. Knows the graph contract and the cache's memory; nothing of text or drafting.
+
+The cache is one NumPy array. Each layer's tensor is a slice of it, bound as input and as output, so the graph writes new rows in
+place, nothing is copied between calls, and a commit is one NumPy assignment.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from specstream.export import contract
+from specstream.models.errors import UserError
+from specstream.runtimes.bundle import Bundle
+from specstream.runtimes.session import Rows, StepOutput
+from specstream.runtimes.tree import FloatArray
+
+FIRST_ALLOCATION = 512  # rows of cache at the start when no capacity is asked for; it doubles from there
+
+
+class OrtSession:
+    """A bundle's graph with its cache (see :class:`specstream.runtimes.session.Session`).
+
+    Args:
+        bundle: what to run.
+        threads: of one operator; all cores that this process may use when left out.
+        capacity: rows of cache to allocate at once and never exceed. Left out, the cache starts small and grows by doubling up
+            to the model's context length.
+
+    Raises:
+        UserError: the graph cannot be loaded or is not the one that the manifest describes; threads or capacity make no sense.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int | None = None, capacity: int | None = None) -> None:
+        model, streams = bundle.manifest.model, bundle.manifest.streams
+        if threads is not None and threads < 1:
+            raise UserError(f"threads: {threads} given, 1 or more expected")
+        if capacity is not None and not 1 <= capacity <= model.context_length:
+            raise UserError(f"capacity: {capacity} given, 1 to {model.context_length} (the model's context) expected")
+        if bundle.manifest.contract.cache_dtype != "float32":
+            raise UserError(f"{bundle.folder}: a {bundle.manifest.contract.cache_dtype} cache; this specstream runs float32")
+        self.threads = threads or usable_cores()
+        self.capacity = capacity or model.context_length
+        self.length = 0
+        self.vocab_size = model.vocab_size
+        self.num_streams = streams.num_streams if streams else 0
+        self.top_k = streams.top_k if streams else 0
+        self._layers = model.num_layers
+        self._cache_shape = (model.num_kv_heads, model.head_dim)
+        self._session = _load_graph(bundle, self.threads)
+        self._check_contract(bundle)
+        self._last_rows = 0  # rows of the last call that a commit may name
+        self._allocate(capacity or min(FIRST_ALLOCATION, model.context_length))
+
+    @property
+    def allocated(self) -> int:
+        """Rows that the cache has memory for now."""
+        rows: int = self.cache.shape[4]
+        return rows
+
+    def run(self, rows: Rows, logits: bool = False) -> StepOutput:
+        """See :meth:`Session.run`."""
+        num_rows, num_streamed = len(rows.input_ids), len(rows.stream_rows)
+        if num_streamed and not self.num_streams:
+            raise ValueError("stream rows given to a graph without streams")
+        self._reserve(self.length + num_rows + num_streamed * self.num_streams)
+        num_scored = len(rows.logit_rows)
+        binding = self._binding(logits, num_streamed > 0)
+        inputs: dict[str, npt.NDArray[Any]] = {
+            contract.INPUT_IDS: rows.input_ids[None],
+            contract.POSITION_IDS: rows.position_ids[None],
+            contract.TREE_MASK: rows.tree_mask,
+            contract.PAST_LENGTH: np.array([self.length], dtype=np.int32),
+            contract.LOGIT_ROWS: rows.logit_rows,
+        }
+        if self.num_streams:
+            inputs[contract.STREAM_ROWS] = rows.stream_rows
+        for name, array in inputs.items():
+            binding.bind_ortvalue_input(name, _view(np.ascontiguousarray(array)))
+        # Outputs that are not bound are not fetched: nobody pays for logits that greedy decoding does not read.
+        next_ids = np.empty(num_scored, dtype=np.int64)
+        outputs: dict[str, npt.NDArray[Any]] = {contract.NEXT_IDS: next_ids}
+        if logits:
+            outputs[contract.LOGITS] = np.empty((num_scored, self.vocab_size), dtype=np.float32)
+        if num_streamed:
+            shape = (num_streamed, self.num_streams, self.top_k)
+            outputs[contract.STREAM_IDS] = np.empty(shape, dtype=np.int64)
+            outputs[contract.STREAM_LOGPROBS] = np.empty(shape, dtype=np.float32)
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, _view(array))
+        self._session.run_with_iobinding(binding)
+        self._last_rows = num_rows
+        return StepOutput(
+            next_ids=next_ids,
+            logits=outputs.get(contract.LOGITS),
+            stream_ids=outputs.get(contract.STREAM_IDS),
+            stream_logprobs=outputs.get(contract.STREAM_LOGPROBS),
+        )
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """See :meth:`Session.commit`. Rows that lie where they belong (plain decoding, the primary chain) are not touched."""
+        kept = np.asarray(rows, dtype=np.int64)
+        if len(kept) and (kept[0] < 0 or kept[-1] >= self._last_rows or (np.diff(kept) <= 0).any()):
+            raise ValueError(f"commit of rows {kept.tolist()} after a call of {self._last_rows}: ascending row numbers expected")
+        self._last_rows = 0
+        moved = np.flatnonzero(kept != np.arange(len(kept)))
+        if len(moved):
+            first, past = int(moved[0]), self.length
+            self.cache[:, :, :, :, past + first : past + len(kept)] = self.cache[:, :, :, :, past + kept[first:]]
+        self.length += len(kept)
+
+    def rewind(self, length: int) -> None:
+        """See :meth:`Session.rewind`."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"rewind to {length}: the cache has {self.length} rows")
+        self.length = length
+        self._last_rows = 0
+
+    def _reserve(self, rows: int) -> None:
+        """Make room for ``rows`` of cache: doubling copies each row once on average, and only committed ones."""
+        if rows > self.capacity:
+            raise ValueError(f"{rows} rows of cache needed, the capacity is {self.capacity}")
+        if rows > self.allocated:
+            grown, old = self.allocated, self.cache
+            while grown < rows:
+                grown *= 2
+            self._allocate(min(grown, self.capacity))
+            self.cache[:, :, :, :, : self.length] = old[:, :, :, :, : self.length]
+
+    def _allocate(self, rows: int) -> None:
+        heads, head_dim = self._cache_shape
+        # Zeros, not empty: rows that no mask lets through still meet a product with 0 in some kernels, and 0 · NaN is NaN.
+        self.cache: FloatArray = np.zeros((self._layers, 2, 1, heads, rows, head_dim), dtype=np.float32)
+        self._bindings: dict[tuple[bool, bool], ort.IOBinding] = {}
+
+    def _binding(self, logits: bool, streams: bool) -> ort.IOBinding:
+        """The binding that returns these outputs; each kind has its own, since a bound output cannot be unbound alone."""
+        binding = self._bindings.get((logits, streams))
+        if binding is None:
+            binding = self._bindings[logits, streams] = self._session.io_binding()
+            for layer in range(self._layers):
+                key, value = _view(self.cache[layer, 0]), _view(self.cache[layer, 1])
+                binding.bind_ortvalue_input(contract.past_key(layer), key)
+                binding.bind_ortvalue_input(contract.past_value(layer), value)
+                binding.bind_ortvalue_output(contract.present_key(layer), key)
+                binding.bind_ortvalue_output(contract.present_value(layer), value)
+        return binding
+
+    def _check_contract(self, bundle: Bundle) -> None:
+        """Compare the graph with contract v1 and the manifest before the first call; all problems at once."""
+        layers = range(self._layers)
+        kv_heads, head_dim = self._cache_shape
+        cache_shape = {1: kv_heads, 3: head_dim}
+        inputs: dict[str, dict[int, int]] = {
+            name: {} for name in (contract.INPUT_IDS, contract.POSITION_IDS, contract.TREE_MASK, contract.PAST_LENGTH, contract.LOGIT_ROWS)
+        }
+        outputs: dict[str, dict[int, int]] = {contract.NEXT_IDS: {}, contract.LOGITS: {1: self.vocab_size}}
+        if self.num_streams:
+            inputs[contract.STREAM_ROWS] = {}
+            outputs |= {name: {1: self.num_streams, 2: self.top_k} for name in (contract.STREAM_IDS, contract.STREAM_LOGPROBS)}
+        inputs |= {name(i): cache_shape for i in layers for name in (contract.past_key, contract.past_value)}
+        outputs |= {name(i): cache_shape for i in layers for name in (contract.present_key, contract.present_value)}
+        problems = []
+        for kind, expected, found in (
+            ("input", inputs, self._session.get_inputs()),
+            ("output", outputs, self._session.get_outputs()),
+        ):
+            shapes = {value.name: value.shape for value in found}
+            problems += [f"no {kind} {name}" for name in expected if name not in shapes]
+            problems += [f"unexpected {kind} {name}" for name in shapes if name not in expected and kind == "input"]
+            for name, sizes in expected.items():
+                for axis, size in sizes.items():
+                    # Symbolic sizes are strings or None and promise nothing.
+                    known = shapes[name][axis] if name in shapes and axis < len(shapes[name]) else None
+                    if isinstance(known, int) and known != size:
+                        problems.append(f"{kind} {name} has size {known} in dimension {axis} ({size} expected)")
+        if problems:
+            more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+            raise UserError(
+                f"{bundle.path(bundle.manifest.graph)}: not the graph that the manifest describes (contract v{contract.CONTRACT_VERSION}): "
+                f"{'; '.join(problems[:4])}{more}; export it again"
+            )
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _view(array: npt.NDArray[Any]) -> ort.OrtValue:
+    """The array's own memory as a tensor; the tensor keeps the array alive."""
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def _load_graph(bundle: Bundle, threads: int) -> ort.InferenceSession:
+    graph = bundle.path(bundle.manifest.graph)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # A memory pattern is kept for each set of input shapes; they repeat while the past grows, which no pattern knows.
+    options.enable_mem_pattern = False
+    linked = _linked_away(bundle, graph)
+    maps = [_map(path) for path in linked]
+    if maps:
+        names = [path.relative_to(graph.parent).as_posix() for path in linked]
+        options.add_external_initializers_from_files_in_memory(names, maps, [len(m) for m in maps])
+    try:
+        session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors share no narrower class
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{graph}: ONNX Runtime {ort.__version__} cannot load it: {reason}") from error
+    for mapped in maps:  # the weights have been copied
+        mapped.close()
+    return session
+
+
+def _linked_away(bundle: Bundle, graph: Path) -> list[Path]:
+    """Files beside the graph that are links to elsewhere. ONNX Runtime refuses weights there, so we hand it their content."""
+    home = graph.resolve().parent
+    files = [bundle.folder / entry.path for entry in bundle.manifest.files if entry.path != bundle.manifest.graph and entry.bytes]
+    return [f for f in files if f.is_relative_to(graph.parent) and not f.resolve().is_relative_to(home)]
+
+
+def _map(path: Path) -> mmap.mmap:
+    with open(path, "rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

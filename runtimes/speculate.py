@@ -1,0 +1,208 @@
+"""The speculative loop: draft a tree, verify it in one call, keep the longest right path, repeat.
+
+Token ids only: nothing of a backend, of tokenizers or of clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from specstream.models.errors import UserError
+from specstream.runtimes.drafters import DraftContext, Drafter, Streams
+from specstream.runtimes.session import PROMPT_CHUNK, Session, prefill, tree_rows
+from specstream.runtimes.tree import IntArray, StreamPolicy, TokenTree, every_row, root_only
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens that one call added to the text, and what it took.
+
+    Attributes:
+        tokens: emitted, a stop token included.
+        rows: main rows of the verifying call; 0 for the prefill, which verifies nothing.
+        stream_rows: rows that carried streams.
+        accepted: drafted tokens that were emitted.
+        dropped: rows of the drafter's tree that could not be used (see :func:`sanitise`).
+        finish_reason: set on the last block: ``stop`` (a stop token) or ``length`` (as many as asked for, or the cache is full).
+    """
+
+    tokens: tuple[int, ...]
+    rows: int
+    stream_rows: int
+    accepted: int
+    dropped: int
+    finish_reason: FinishReason | None
+
+    @property
+    def drafted(self) -> int:
+        return max(self.rows - 1, 0)
+
+
+def accept(tree: TokenTree, next_ids: Sequence[int] | IntArray) -> list[int]:
+    """Rows of the longest path whose every token is what the model itself says after its parent; the root is always right.
+
+    Greedy verification (Stern et al., arXiv 1811.03115, section 3; trees as in Speculative Streaming, arXiv 2402.11131, section
+    3.2): from the root, go to the child whose token equals argmax p(. | path to the node) while there is one. The model's own
+    token after the last accepted row is the correction: the text of accepted tokens and correction is that of plain decoding.
+
+    Args:
+        next_ids: int [M], argmax of the logits of each row.
+
+    Returns:
+        Row numbers, ascending, starting with 0.
+    """
+    tokens, parents, following = tree.tokens.tolist(), tree.parents.tolist(), [int(i) for i in next_ids]
+    accepted = [0]
+    for row in range(1, len(tokens)):  # children come after their parents, so one pass finds the whole path
+        if parents[row] == accepted[-1] and tokens[row] == following[accepted[-1]]:
+            accepted.append(row)
+    return accepted
+
+
+def speculate(
+    session: Session,
+    prompt_ids: Sequence[int],
+    drafter: Drafter,
+    *,
+    policy: StreamPolicy = every_row,
+    budget: int = 16,
+    max_new_tokens: int = 256,
+    stop_ids: Collection[int] = (),
+    chunk: int = PROMPT_CHUNK,
+) -> Iterator[Block]:
+    """Generate after a prompt, greedily. The text is that of plain decoding, whatever the drafter proposes.
+
+    After the last block (and after each one) the cache holds what plain decoding would have cached: the prompt and all emitted
+    tokens but the last, which is the root of the next tree.
+
+    Args:
+        session: its cache may hold a beginning of the prompt already.
+        prompt_ids: the whole prompt.
+        policy: which rows of a tree carry streams, when the drafter uses them.
+        budget: main rows of a call, the root included.
+        max_new_tokens: tokens to emit at most.
+        stop_ids: tokens that end the text, wherever in an accepted block they are.
+        chunk: rows of the prompt in one call.
+
+    Returns:
+        An iterator of blocks: one after the prefill and one after each verifying call.
+
+    Raises:
+        UserError: empty prompt, longer than the session can hold, or limits below 1.
+    """
+    # Checked here, not at the first block: a generator's body does not run before that.
+    _check_request(session, prompt_ids, budget, max_new_tokens)
+    return _blocks(session, prompt_ids, drafter, policy, budget, max_new_tokens, stop_ids, chunk)
+
+
+def _blocks(
+    session: Session,
+    prompt_ids: Sequence[int],
+    drafter: Drafter,
+    policy: StreamPolicy,
+    budget: int,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    chunk: int,
+) -> Iterator[Block]:
+    draft_streams = drafter.uses_streams and session.num_streams > 0
+    output = prefill(session, prompt_ids, streams=draft_streams and max_new_tokens > 1, chunk=chunk)
+    tokens = [*prompt_ids, int(output.next_ids[0])]
+    end = len(prompt_ids) + max_new_tokens
+    streams = None
+    if output.stream_ids is not None and output.stream_logprobs is not None:
+        streams = Streams(output.stream_ids[0].copy(), output.stream_logprobs[0].copy(), len(prompt_ids) - 1)
+    reason = _finish_reason(tokens, end, stop_ids, session)
+    yield Block((tokens[-1],), 0, int(streams is not None), 0, 0, reason)
+
+    while reason is None:
+        past, left, room = session.length, end - len(tokens), session.capacity - session.length
+        context = DraftContext(tokens, streams, min(budget, room), left - 1)
+        tree, dropped = sanitise(drafter.propose(context), context, session.vocab_size)
+        # The last call needs no streams; near the capacity only as many rows carry them as fit.
+        stream_rows = every_row(tree)[:0]
+        if draft_streams and left > 1:
+            fits = (room - len(tree)) // session.num_streams
+            stream_rows = (policy(tree) if len(tree) > 1 else every_row(tree))[:fits]
+        output = session.run(tree_rows(tree, past, stream_rows))
+
+        accepted = accept(tree, output.next_ids)
+        emitted = [int(output.next_ids[row]) for row in accepted]
+        stop = next((i for i, token in enumerate(emitted) if token in stop_ids), len(emitted) - 1)
+        emitted = emitted[: stop + 1]
+        # Of the rows, those stay whose following token is emitted: a stop token cuts the accepted rows behind it as well.
+        kept = accepted[: len(emitted)]
+        session.commit(kept)
+        tokens += emitted
+        carrying = {int(row): i for i, row in enumerate(stream_rows)}
+        deepest = next((level for level in reversed(range(len(kept))) if kept[level] in carrying), None)
+        if deepest is not None and output.stream_ids is not None and output.stream_logprobs is not None:
+            i = carrying[kept[deepest]]
+            streams = Streams(output.stream_ids[i].copy(), output.stream_logprobs[i].copy(), past + deepest)
+        reason = _finish_reason(tokens, end, stop_ids, session)
+        # The correction after the last accepted row is the model's own; after a cut there is one drafted token fewer than rows.
+        yield Block(tuple(emitted), len(tree), len(stream_rows), len(emitted) - 1 + (len(accepted) > len(kept)), dropped, reason)
+
+
+def sanitise(tree: TokenTree, context: DraftContext, vocab_size: int) -> tuple[TokenTree, int]:
+    """The part of a drafter's tree that can be verified, and how many rows had to be dropped.
+
+    Dropped are tokens outside the vocabulary, repeated siblings, rows over the budget or deeper than the context allows, rows
+    whose parent is dropped or does not come before them; everything when the arrays do not belong together or the root is not
+    the last token.
+    """
+    proposed = len(tree)
+    empty = root_only(context.root)
+    tokens, parents, logprob = (np.asarray(a) for a in (tree.tokens, tree.parents, tree.logprob))
+    whole = tokens.ndim == 1 and tokens.shape == parents.shape == logprob.shape and proposed > 0
+    if not (
+        whole and tokens.dtype.kind in "iu" and parents.dtype.kind in "iu" and logprob.dtype.kind in "iuf" and tokens[0] == context.root
+    ):
+        return empty, proposed
+    kept_tokens, kept_parents, kept_logprob, depths = [context.root], [-1], [0.0], [0]
+    new_row = {0: 0}
+    seen: set[tuple[int, int]] = set()
+    for row, (token, parent, path) in enumerate(zip(tokens.tolist(), parents.tolist(), logprob.tolist(), strict=True)):
+        above = new_row.get(parent)
+        if row == 0 or above is None or len(kept_tokens) >= context.budget or depths[above] >= context.max_depth:
+            continue
+        if not 0 <= token < vocab_size or (above, token) in seen:
+            continue
+        seen.add((above, token))
+        new_row[row] = len(kept_tokens)
+        kept_tokens.append(token)
+        kept_parents.append(above)
+        # Probabilities only steer which rows carry streams; a path is no likelier than its parent, whatever a drafter says.
+        kept_logprob.append(min(path, kept_logprob[above]) if path == path else kept_logprob[above])
+        depths.append(depths[above] + 1)
+    clean = TokenTree(
+        np.array(kept_tokens, dtype=np.int64), np.array(kept_parents, dtype=np.int32), np.array(kept_logprob, dtype=np.float32)
+    )
+    return clean, proposed - len(clean)
+
+
+def _check_request(session: Session, prompt_ids: Sequence[int], budget: int, max_new_tokens: int) -> None:
+    if not prompt_ids:
+        raise UserError("the prompt is empty; give at least one token")
+    if len(prompt_ids) > session.capacity:
+        raise UserError(
+            f"the prompt has {len(prompt_ids)} tokens, the context holds {session.capacity}; shorten the prompt or raise the capacity"
+        )
+    bad = [token for token in prompt_ids if not 0 <= token < session.vocab_size]
+    if bad:
+        raise UserError(f"the prompt has token {bad[0]}, the vocabulary goes from 0 to {session.vocab_size - 1}")
+    for name, value in (("budget", budget), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise UserError(f"{name}: {value} given, 1 or more expected")
+
+
+def _finish_reason(tokens: Sequence[int], end: int, stop_ids: Collection[int], session: Session) -> FinishReason | None:
+    if tokens[-1] in stop_ids:
+        return "stop"
+    return "length" if len(tokens) >= end or session.length >= session.capacity else None
