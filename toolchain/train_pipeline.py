@@ -1,0 +1,237 @@
+"""Joins the stages of training: base weights and rows in, an adapter folder out.
+
+A run works in ``OUT.partial`` (checkpoints and log) and renames it at the end, so OUT is whole or absent; the same command
+given again goes on where a killed run stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import specstream.models
+from specstream.models.errors import UserError
+
+if TYPE_CHECKING:
+    from specstream.models.base import TokenizerBundle
+    from specstream.models.train import TrainOptions
+
+REPORT_SCHEMA = 1
+WORK_FILES = ("run.json", "main.pt", "checkpoint-main.pt", "checkpoint-streams.pt", "checkpoint-joint.pt")
+FREE_BYTES = 256 << 20  # checkpoints of a run hold three copies of the trained parameters
+
+Progress = Callable[[str, int, int, dict[str, Any]], None]
+
+
+def work_folder(out: Path) -> Path:
+    """Where a run that will end in ``out`` keeps its checkpoints."""
+    return out.with_name(out.name + ".partial")
+
+
+def find_adapter(name: str | Path) -> Path:
+    """An adapter folder, or the name of one that comes with the package (``models/zoo``).
+
+    Raises:
+        UserError: neither; the names that exist are listed.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path
+    zoo = Path(specstream.models.__path__[0]) / "zoo"
+    if (zoo / str(name) / "config.json").is_file():
+        return zoo / str(name)
+    known = sorted(p.parent.name for p in zoo.glob("*/config.json"))
+    said = f"; adapters that come with specstream: {', '.join(known)}" if known else ""
+    raise UserError(f"no adapter {str(name)!r}: it is no folder{said}")
+
+
+def train_adapter(
+    model: str,
+    data: Path,
+    out: Path,
+    options: TrainOptions,
+    *,
+    start_from: Path | None = None,
+    valid: Path | None = None,
+    max_length: int = 1024,
+    data_license: str | None = None,
+    force: bool = False,
+    command: str = "",
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Train an adapter for ``model`` on the rows of ``data`` and write it to ``out``.
+
+    Args:
+        model: hub id, folder, ``.gguf`` file or short name.
+        data: JSON lines with ``prompt`` and ``completion``.
+        out: folder to make.
+        options: the run.
+        start_from: adapter folder whose fine-tune (``main.*``) the streams are trained on, or a PEFT LoRA folder.
+        valid: held-out rows on which each stream's temperature is fitted; without it every 50th training row is held out.
+        max_length: longer rows are left out.
+        data_license: written on the card.
+        force: replace ``out`` and forget an unfinished run of it.
+        command: written on the card.
+        progress: called after each step.
+        say: gets lines of information for the user.
+
+    Returns:
+        The report (see docs): counts, seconds, losses, stream accuracies.
+
+    Raises:
+        UserError: bad input; nothing is left behind.
+    """
+    say = say or (lambda _: None)
+    work = work_folder(out)
+    if out.exists() and not force:
+        raise UserError(f"{out} exists; choose another folder or give --force to replace it")
+    if not out.parent.is_dir():
+        raise UserError(f"{out.parent}: no such folder to make {out.name} in")
+    if force and work.exists() and not out.exists():
+        shutil.rmtree(work)
+    free = shutil.disk_usage(out.parent).free
+    if free < FREE_BYTES:
+        raise UserError(f"{out.parent}: {free >> 20} MB free, a run needs {FREE_BYTES >> 20} MB for its checkpoints")
+
+    from specstream.models.data import encode_rows, read_rows
+
+    rows = read_rows(data)
+    held = read_rows(valid) if valid is not None else []
+
+    from specstream.models.base import identity, load_base, load_config, load_tokenizer, resolve_base
+
+    source = resolve_base(model)
+    config = load_config(source)
+    tokenizer = load_tokenizer(source)
+    limit = min(max_length, int(config.max_position_embeddings))
+    encode_prompt, encode_text, stop_id = encoders(tokenizer)
+    encoded, too_long = encode_rows(rows, encode_prompt, encode_text, stop_id, limit)
+    if too_long:
+        say(f"{too_long} of {len(rows)} rows are longer than {limit} tokens and left out")
+    if held:
+        held_rows, _ = encode_rows(held, encode_prompt, encode_text, stop_id, limit)
+    else:
+        held_rows, encoded = encoded[::50], [row for i, row in enumerate(encoded) if i % 50] or encoded
+    if work.exists():
+        say(f"going on with the unfinished run in {work}")
+
+    from specstream.models.calibrate import fit_temperatures
+    from specstream.models.train import train
+
+    base, _ = load_base(source)
+    assert config.architectures
+    known = identity(base, config.architectures[0])
+    start = load_start(start_from, known, options) if start_from is not None else None
+    begun = time.monotonic()
+    trained = train(base, known, encoded, work, options, start_from=start, progress=progress)
+    if not trained.primary:
+        return {}  # another process of this run writes the result
+    held_out = fit_temperatures(trained.model, held_rows[:200])
+    trained.tensors["streams.calibration"] = held_out.temperatures
+
+    from specstream.models.adapter import Adapter, save_adapter
+    from specstream.models.plot import plot_log
+
+    save_adapter(work, trained.config, trained.tensors)
+    plot_log(work / "train.jsonl", work / "train.png")
+    adapter = Adapter(trained.config, trained.tensors)
+    report: dict[str, Any] = {
+        "schema": REPORT_SCHEMA,
+        "model": source.name,
+        "mode": options.mode,
+        "rows": len(encoded),
+        "rows_too_long": too_long,
+        "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+        "seconds": round(trained.seconds or time.monotonic() - begun, 1),
+        "main_parameters": adapter.count("main"),
+        "stream_parameters": adapter.count("streams"),
+        "held_out_rows": len(held_rows[:200]),
+        "held_out_agreement": [round(x, 4) for x in held_out.agreement],
+        "held_out_loss": [round(x, 4) for x in held_out.loss],
+        "temperatures": [round(float(x), 4) for x in held_out.temperatures],
+        "options": dataclasses.asdict(options),
+        "command": command,
+    }
+    (work / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (work / "README.md").write_text(card(report, data.name, data_license), encoding="utf-8")
+    for name in WORK_FILES:
+        (work / name).unlink(missing_ok=True)
+    if out.exists():
+        shutil.rmtree(out)
+    work.rename(out)
+    return report
+
+
+def encoders(bundle: TokenizerBundle) -> tuple[Callable[[str], list[int]], Callable[[str], list[int]], int]:
+    """How a prompt and a completion become tokens, and the token that ends an answer.
+
+    The prompt goes through the chat template, as in the runtime; a model without one gets the bare text.
+    """
+    tokenizer: Any = bundle.tokenizer
+
+    def plain(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    if bundle.chat_template is None:
+        start = [] if bundle.bos_id is None else [bundle.bos_id]
+        return (lambda prompt: start + plain(prompt)), plain, bundle.stop_ids[0]
+
+    def chat(prompt: str) -> list[int]:
+        message = [{"role": "user", "content": prompt}]
+        return list(tokenizer.apply_chat_template(message, chat_template=bundle.chat_template, add_generation_prompt=True))
+
+    turn = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], chat_template=bundle.chat_template
+    )
+    ends = [token for token in turn if token in bundle.stop_ids]
+    return chat, plain, ends[-1] if ends else bundle.stop_ids[0]
+
+
+def load_start(folder: Path, known: Any, options: TrainOptions) -> Any:
+    """The fine-tune to begin from, out of an adapter folder of ours or a PEFT LoRA folder."""
+    from specstream.models.adapter import PEFT_CONFIG_NAME, Adapter, check_base, load_adapter, load_peft
+    from specstream.models.config import StreamConfig
+
+    if (folder / PEFT_CONFIG_NAME).is_file():
+        tensors, rank, alpha, targets = load_peft(folder)
+        config = StreamConfig(base=known, mode="two-stage", stream_layers=1, main_rank=rank, main_alpha=alpha, main_targets=targets)
+        return Adapter(config, tensors)
+    adapter = load_adapter(folder)
+    check_base(adapter, known, folder)
+    if not adapter.config.main_rank:
+        raise UserError(f"{folder}: has no fine-tune (main.*) to begin from")
+    return adapter
+
+
+def card(report: dict[str, Any], data_name: str, data_license: str | None) -> str:
+    """The adapter's README."""
+    o = report["options"]
+    agreement = " ".join(f"{x:.2f}" for x in report["held_out_agreement"])
+    loss = " ".join(f"{x:.2f}" for x in report["held_out_loss"])
+    steps = f"{o['main_steps']} of the fine-tune, then {o['steps']} of the streams" if o["mode"] == "two-stage" else str(o["steps"])
+    return f"""# Stream adapter for {report["model"]}
+
+| | |
+| --- | --- |
+| base | {report["model"]} |
+| mode | {report["mode"]} |
+| data | {data_name}, {report["rows"]} rows{f", {data_license}" if data_license else ""} |
+| steps | {steps}, batch {o["batch_size"]} |
+| parameters | fine-tune {report["main_parameters"]:,}, streams {report["stream_parameters"]:,} |
+| held-out agreement of streams 1 to {o["num_streams"]} with the model's own choice | {agreement} |
+| held-out loss of each stream | {loss} |
+| time | {report["seconds"] / 60:.0f} minutes |
+
+Trained with
+
+    {report["command"]}
+
+`train.jsonl` and `train.png` show the losses, `report.json` every option.
+"""

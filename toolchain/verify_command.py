@@ -1,0 +1,213 @@
+"""``specstream verify``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specstream.models.errors import CheckFailed, UserError
+from specstream.toolchain.report import json_option, write_report
+
+if TYPE_CHECKING:
+    from specstream.runtimes import LanguageModel
+    from specstream.runtimes.verify import Mismatch, VerifyReport
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--prompts", "prompts_file", type=click.Path(path_type=Path), required=True, metavar="FILE", help='JSON lines with "prompt".')
+@click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, help="Take the first prompts only.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of each text at most.")
+@click.option("--draft", default="auto", show_default=True, metavar="NAME", help="auto (streams if there are any), streams, or none.")
+@click.option("--budget", type=click.IntRange(min=1), metavar="ROWS", help="Rows of a verifying call at most.")
+@click.option(
+    "--reference",
+    type=click.Choice(["auto", "plain", "transformers"]),
+    default="auto",
+    show_default=True,
+    help="Besides plain decoding, compare with transformers: if possible, never, or always.",
+)
+@click.option("--model", metavar="MODEL", help="Base weights for transformers. [default: the name in the bundle]")
+@click.option("--adapter", metavar="ADAPTER", help="Adapter for transformers. [default: the zoo's with the bundle's checksum]")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
+@click.option("--raw", is_flag=True, help="Take prompts as they are, without the chat template.")
+@click.option("--record/--no-record", default=True, help="Note the result in the bundle, where 'info' shows it.")
+@json_option
+def verify(
+    bundle: Path,
+    prompts_file: Path,
+    limit: int,
+    max_new_tokens: int,
+    draft: str,
+    budget: int | None,
+    reference: str,
+    model: str | None,
+    adapter: str | None,
+    threads: int | None,
+    raw: bool,
+    record: bool,
+    json_file: Path | None,
+) -> None:
+    """Check that speculation does not change the text of the bundle in the folder BUNDLE.
+
+    Each prompt is decoded with drafts, plainly by the same graph, and by transformers' greedy generate from the original weights;
+    the texts must be equal token by token. Places where they differ and the two best logits are closer than 0.001 count as near-ties
+    and are listed. Exit code 1 when there are other differences.
+
+    \b
+    Example:
+      specstream verify sql-bundle --prompts tests/data/sql.jsonl --limit 200
+    """
+    texts = read_prompts(prompts_file, limit)
+
+    from specstream.runtimes import load
+    from specstream.runtimes.language_model import DEFAULT_BUDGET, DEFAULT_STREAM_ROWS, stream_policy
+    from specstream.runtimes.ort_session import usable_cores
+    from specstream.runtimes.verify import verify as compare
+    from specstream.toolchain.terminal import progress_bar, step_status
+
+    lm = load(bundle, threads=threads)
+    prompts = [lm.prompt_ids(text, raw) for text in texts]
+    drafter = lm.drafter(draft)  # the runtime checks the name
+    with step_status() as step:
+        step("loading the weights for transformers")
+        transformers_text, why_not = _transformers(lm, reference, model, adapter)
+    if transformers_text is None:
+        click.echo(f"not compared with transformers: {why_not}", err=True)
+    with progress_bar("verifying", len(prompts)) as progress:
+        report = compare(
+            lm.session,
+            prompts,
+            drafter,
+            max_new_tokens=max_new_tokens,
+            stop_ids=lm.codec.stop_ids,
+            budget=budget or DEFAULT_BUDGET,
+            policy=stream_policy(DEFAULT_STREAM_ROWS),
+            reference=transformers_text,
+            on_prompt=progress,
+        )
+    _print(report, lm)
+    summary = report.to_json()
+    made_by = {"model": lm.manifest.model.name, "scheme": lm.manifest.quantization.scheme, "threads": threads or usable_cores()}
+    write_report(json_file, "verify", made_by | {"prompts_file": str(prompts_file), "draft": draft} | summary)
+    if record:
+        _record(bundle, lm, {k: v for k, v in summary.items() if k != "mismatches"} | {"prompts_file": prompts_file.name})
+    if not report.passed:
+        raise CheckFailed(f"{bundle}: {failure(report)}")
+
+
+def read_prompts(file: Path, limit: int) -> list[str]:
+    """The field ``prompt`` of the first ``limit`` JSON lines; blank lines are skipped, other fields ignored.
+
+    Raises:
+        UserError: no such file, a malformed line (with its number), or no prompts.
+    """
+    prompts: list[str] = []
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"--prompts {file}: {reason}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or len(prompts) == limit:
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise UserError(f'{file}, line {number}: an object with a text "prompt" was expected')
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f'{file}: no prompts; JSON lines like {{"prompt": "..."}} were expected')
+    return prompts
+
+
+def _transformers(
+    lm: LanguageModel, reference: str, model: str | None, adapter: str | None
+) -> tuple[Callable[[Sequence[int], int], Sequence[int]] | None, str]:
+    """transformers' decoding of the bundle's weights; or None and why there is none.
+
+    Raises:
+        UserError: it was asked for (by --reference, --model or --adapter) and cannot be had.
+    """
+    from specstream.toolchain.zoo import adapter_with, resolve_adapter
+
+    if reference == "plain":
+        return None, "--reference plain"
+    asked = reference == "transformers" or model is not None or adapter is not None
+    if not asked and (importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None):
+        return None, "torch and transformers are not installed (the export extra brings them)"
+    streams = lm.manifest.streams
+    folder = None
+    try:
+        if adapter is not None:
+            folder = resolve_adapter(adapter)
+        elif streams is not None and streams.main_parameters:
+            folder = adapter_with(streams.adapter_sha256)
+            if folder is None:
+                raise UserError("the bundle has a fine-tune that is not in the zoo; name its adapter with --adapter")
+        from specstream.toolchain.reference import TransformersReference
+
+        text = TransformersReference(model or lm.manifest.model.name, folder, lm.manifest.model.fingerprint, lm.codec.stop_ids)
+    except UserError as error:
+        if asked:
+            raise
+        return None, str(error)
+    return text, ""
+
+
+def failure(report: VerifyReport) -> str:
+    """What a failed report says in one line."""
+    said = []
+    if report.differences:
+        first = next(m for m in report.mismatches if not m.near_tie)
+        said.append(f"{report.differences} differences; the first: prompt {first.prompt}, token {first.position}, against {first.against}")
+    if not report.rows_independent:
+        said.append(f"a row's logits change with other branches beside it, by up to {report.rows_max_abs_diff:.1e}")
+    return "; ".join(said)
+
+
+def _print(report: VerifyReport, lm: LanguageModel) -> None:
+    compared = "plain decoding" if report.reference == "plain" else f"plain decoding and {report.reference}"
+    calls = "" if report.tokens_per_call is None else f", {report.tokens_per_call:.2f} tokens per call"
+    click.echo(f"{report.prompts} prompts, {report.tokens} tokens{calls}, compared with {compared}")
+    click.echo(f"differences {report.differences}, near-ties {report.near_ties}, flip rate {report.flip_rate:.2e}")
+    click.echo(f"rows of a tree independent: {'yes' if report.rows_independent else 'no'}, to {report.rows_max_abs_diff:.1e}")
+    for mismatch in report.mismatches:
+        click.echo(f"  {'near-tie' if mismatch.near_tie else 'DIFFERENT'}: {_explain(mismatch, lm)}")
+
+
+def _explain(mismatch: Mismatch, lm: LanguageModel) -> str:
+    def show(token: int | None) -> str:
+        return "the end" if token is None else f"{lm.codec.tokenizer.decode([token], skip_special_tokens=False)!r} ({token})"
+
+    best = ", ".join(f"{show(token)} {logit:.6f}" for token, logit in zip(mismatch.best, mismatch.logits, strict=True))
+    return (
+        f"prompt {mismatch.prompt}, token {mismatch.position}, against {mismatch.against}: {show(mismatch.speculative)} instead of "
+        f"{show(mismatch.other)}; best logits {best}"
+    )
+
+
+def _record(bundle: Path, lm: LanguageModel, summary: dict[str, Any]) -> None:
+    """Put the result into the bundle's manifest; a bundle that cannot be written to is left as it is."""
+    from specstream.runtimes.manifest import MANIFEST_NAME
+
+    partial = bundle / f".{MANIFEST_NAME}.partial"
+    try:
+        partial.write_text(dataclasses.replace(lm.manifest, verified=summary).to_json(), encoding="utf-8")
+        partial.replace(bundle / MANIFEST_NAME)
+    except OSError as error:
+        click.echo(f"the result is not recorded in {bundle}: {error.strerror}", err=True)
+    finally:
+        try:
+            partial.unlink(missing_ok=True)
+        except OSError as error:
+            click.echo(f"{partial} is left behind: {error.strerror}", err=True)
