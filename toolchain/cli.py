@@ -65,11 +65,11 @@ def cli() -> None:
     """
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns the exit code and never raises but for a bug in this function."""
+def run(arguments: Sequence[str], command: click.Command = cli, name: str = "specstream") -> int:
+    """Run one command line; every error becomes a line on standard error and the exit code that is returned."""
     debug = "--debug" in arguments
     try:
-        code = cli.main(args=list(arguments), prog_name="specstream", standalone_mode=False)
+        code = command.main(args=list(arguments), prog_name=name, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
