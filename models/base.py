@@ -244,7 +244,7 @@ def identity(model: PreTrainedModel, architecture: str) -> BaseIdentity:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name}{list(parameter.shape)}\n".encode())
-        for piece in parameter.detach().reshape(-1).split(_HASH_VALUES):  # type: ignore[no-untyped-call]
+        for piece in parameter.detach().reshape(-1).split(_HASH_VALUES):
             digest.update(piece.to(device="cpu", dtype=torch.float32).numpy().astype("<f4", copy=False))
     config = model.config
     return BaseIdentity(architecture, digest.hexdigest(), config.hidden_size, config.num_hidden_layers, config.vocab_size)

@@ -130,7 +130,7 @@ class StreamModel(nn.Module):
     def draft_weight(self) -> Tensor:
         """Rows of the head that score the draft vocabulary: [Vd, H]."""
         weight: Tensor = self.base.lm_head.weight
-        return weight[self.draft_vocab] if self.config is not None and self.config.draft_vocab_size else weight
+        return nn.functional.embedding(self.draft_vocab, weight) if self.config is not None and self.config.draft_vocab_size else weight
 
     def _scale_logits(self, logits: Tensor) -> Tensor:
         if self._logit_divisor != 1.0:
@@ -180,24 +180,24 @@ class StreamModel(nn.Module):
         cache.set_rows(positions, tree_mask)
         if self.config is None or stream_rows is None:
             hidden = self.run_layers(hidden, 0, self.num_layers, position_ids, cache)
-            return self._outputs(hidden[:, logit_rows], None)
+            return self._outputs(hidden[0, logit_rows], None)
         rows = input_ids.shape[1]
         hidden = self.run_layers(hidden, 0, self.entry_layer, position_ids, cache)
         streams = self.enter(hidden[:, stream_rows])
         hidden = torch.cat([hidden, streams], dim=1)
         all_positions, visible = fused_rows(positions, tree_mask, stream_rows, self.config.num_streams)
         cache.set_rows(all_positions, visible)
-        self.gate.rows = (torch.arange(all_positions.shape[0]) >= rows).to(hidden.dtype).unsqueeze(1)
+        self.gate.rows = (torch.arange(all_positions.shape[0], device=hidden.device) >= rows).to(hidden.dtype).unsqueeze(1)
         hidden = self.run_layers(hidden, self.entry_layer, self.num_layers, all_positions.unsqueeze(0), cache)
         self.gate.rows = None
-        return self._outputs(hidden[:, logit_rows], hidden[:, rows:])
+        return self._outputs(hidden[0, logit_rows], hidden[0, rows:])
 
     def _outputs(self, scored: Tensor, streams: Tensor | None) -> StepTensors:
-        logits = self.head(scored)[0].float()
+        logits = self.head(scored).float()
         next_ids = torch.argmax(logits, dim=-1)
         if streams is None or self.config is None:
             return StepTensors(next_ids, logits, None, None)
-        draft = self.draft_head(streams)[0].float()
+        draft = self.draft_head(streams).float()
         best, index = torch.topk(draft, self.config.top_k, dim=-1)
         logprobs = best - torch.logsumexp(draft, dim=-1, keepdim=True)
         if self.config.draft_vocab_size:
@@ -263,10 +263,10 @@ def fused_rows(positions: Tensor, tree_mask: Tensor, stream_rows: Tensor, num_st
         row t sees what t sees and streams <= j of t.
     """
     carriers = stream_rows.unsqueeze(1).expand(-1, num_streams).reshape(-1)  # the main row beside each stream row
-    group = torch.arange(carriers.shape[0]) // num_streams
-    index = torch.arange(carriers.shape[0]) % num_streams
+    count = torch.arange(carriers.shape[0], device=carriers.device)
+    group, index = count // num_streams, count % num_streams
     own = (group.unsqueeze(1) == group.unsqueeze(0)) & (index.unsqueeze(1) >= index.unsqueeze(0))
-    behind = torch.zeros(1, dtype=torch.bool).expand(tree_mask.shape[0], carriers.shape[0])
+    behind = torch.zeros(1, dtype=torch.bool, device=tree_mask.device).expand(tree_mask.shape[0], carriers.shape[0])
     visible = torch.cat([torch.cat([tree_mask, behind], dim=1), torch.cat([tree_mask[carriers], own], dim=1)], dim=0)
     return torch.cat([positions, positions[carriers] + index + 1]), visible
 
