@@ -30,21 +30,12 @@ class OrtCache:
         self.keys = list(keys)
         self.values = list(values)
         self._visibility = Visibility(past_length)
-        self._biases: dict[int | None, Tensor] = {}
 
     def set_rows(self, positions: Tensor, visible: Tensor) -> None:
         self._visibility.set_rows(positions, visible)
-        self._biases = {}
         total = self.past_length + positions.shape[0]
         self._seqlens_k = total - 1
         self._total = total.squeeze(0)
-
-    def _bias(self, window: int | None) -> Tensor:
-        """float [1, 1, R, past + R]: 0 where a row sees a slot."""
-        if window not in self._biases:
-            mask = self._visibility.mask(window)
-            self._biases[window] = torch.where(mask, 0.0, torch.finfo(torch.float32).min)[None, None]
-        return self._biases[window]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -61,7 +52,7 @@ class OrtCache:
                 None,
                 None,
                 None,
-                self._bias(window),
+                self._visibility.bias(window),
             ),
             {"num_heads": heads, "kv_num_heads": key.shape[1], "scale": float(scale), "softcap": float(softcap or 0.0)},
             dtypes=(query.dtype, key.dtype, value.dtype),

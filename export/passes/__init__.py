@@ -23,22 +23,26 @@ from specstream.export.passes.tied_head import share_tied_head
 
 Pass = Callable[[ir.Model], int]
 
-PORTABLE: list[Pass] = [
+_FIRST: list[Pass] = [
     fold_weights,  # first, so that constant folding meets small tensors only and never copies a weight
     simplify,  # puts every pattern below into one form: constants are initializers, equal subexpressions one value
+    share_tied_head,  # as simplify leaves it
     fuse_rms_norm,
     fuse_rotary,
-    flatten_rotary,  # needs rotary nodes; leaves pairs of reshapes
-    share_tied_head,  # the head is the one weight that fold_weights left transposed
-    simplify,  # equal slices that the fusions made; dead code; shapes of new values, which the next pass needs
+]
+_LAST: list[Pass] = [
+    simplify,  # joins equal slices that the fusions made; finds shapes of new values, which the next pass needs
     drop_reshapes,
     finish,
 ]
 
+PORTABLE: list[Pass] = [*_FIRST, *_LAST]
+
 ORT: list[Pass] = [
-    *PORTABLE[:-3],
+    *_FIRST,
+    flatten_rotary,  # needs rotary nodes; GroupQueryAttention takes flat rows, Attention does not
     fuse_skip_norm,  # needs fused norms; a contrib operator
-    *PORTABLE[-3:],
+    *_LAST,
 ]
 
 

@@ -8,7 +8,13 @@ from onnx_ir.passes import common
 
 def finish(model: ir.Model) -> int:
     """Returns how many weights the file holds."""
-    for apply in (common.TopologicalSortPass(), common.ClearMetadataAndDocStringPass(), common.RemoveUnusedOpsetsPass(), common.NameFixPass()):
+    for apply in (
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedOpsetsPass(),
+        common.TopologicalSortPass(),
+        common.ClearMetadataAndDocStringPass(),
+        common.NameFixPass(),
+    ):
         apply(model)
     model.producer_name = "specstream"
     return len(model.graph.initializers)
