@@ -208,10 +208,13 @@ def _load_graph(bundle: Bundle, threads: int) -> ort.InferenceSession:
     options.log_severity_level = 3
     # A memory pattern is kept for each set of input shapes; they repeat while the past grows, which no pattern knows.
     options.enable_mem_pattern = False
-    linked = _linked_away(bundle, graph)
-    maps = [_map(path) for path in linked]
+    # ONNX Runtime refuses weights behind a link that leaves the graph's own folder, so it gets their content from us.
+    files = _files_beside(bundle, graph)
+    home = graph.resolve().parent
+    linked_away = any(not file.resolve().is_relative_to(home) for file in files)
+    maps = [_map(file) for file in files] if linked_away else []
     if maps:
-        names = [path.relative_to(graph.parent).as_posix() for path in linked]
+        names = [file.relative_to(graph.parent).as_posix() for file in files]
         options.add_external_initializers_from_files_in_memory(names, maps, [len(m) for m in maps])
     try:
         session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
@@ -223,11 +226,10 @@ def _load_graph(bundle: Bundle, threads: int) -> ort.InferenceSession:
     return session
 
 
-def _linked_away(bundle: Bundle, graph: Path) -> list[Path]:
-    """Files beside the graph that are links to elsewhere. ONNX Runtime refuses weights there, so we hand it their content."""
-    home = graph.resolve().parent
-    files = [bundle.folder / entry.path for entry in bundle.manifest.files if entry.path != bundle.manifest.graph and entry.bytes]
-    return [f for f in files if f.is_relative_to(graph.parent) and not f.resolve().is_relative_to(home)]
+def _files_beside(bundle: Bundle, graph: Path) -> list[Path]:
+    """Files that the graph may name as its weights: all others below its folder that hold anything."""
+    files = [bundle.folder / entry.path for entry in bundle.manifest.files if entry.bytes]
+    return [file for file in files if file != graph and file.is_relative_to(graph.parent)]
 
 
 def _map(path: Path) -> mmap.mmap:
