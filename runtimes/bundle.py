@@ -117,11 +117,13 @@ class BundleWriter:
         self._check_out()
         if self.folder in self._active:
             raise UserError(f"{self.out}: is already being written by this process")
-        for parent in reversed([p for p in self.out.parents if not p.exists()]):
-            _make_folder(parent)
-            self._made_parents.append(parent)
         self._catch_signals()
         try:
+            for parent in reversed([p for p in self.out.parents if not p.exists()]):
+                _make_folder(parent)
+                self._made_parents.append(parent)
+            if not self.out.parent.is_dir():
+                raise UserError(f"{self.out.parent}: is not a folder; choose another place for the bundle")
             self._remove_stale()
             _make_folder(self.folder)
         except BaseException:
@@ -212,14 +214,16 @@ class BundleWriter:
 
     def _clean_up(self) -> None:
         self._active.discard(self.folder)
-        if not self._finished:
-            _remove(self.folder)
-            for parent in reversed(self._made_parents):
-                with contextlib.suppress(OSError):  # something else was put there meanwhile
-                    parent.rmdir()
-        for number, handler in self._signals.items():
-            signal.signal(number, handler)
-        self._signals.clear()
+        try:
+            if not self._finished:
+                _remove(self.folder)
+                for parent in reversed(self._made_parents):
+                    with contextlib.suppress(OSError):  # something else was put there meanwhile
+                        parent.rmdir()
+        finally:
+            for number, handler in self._signals.items():
+                signal.signal(number, handler)
+            self._signals.clear()
 
 
 def sha256(file: Path) -> str:
@@ -253,10 +257,10 @@ def _make_folder(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
+    if os.path.isdir(path) and not os.path.islink(path):  # these, unlike pathlib's, are false for a name that cannot be
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    elif os.path.lexists(path):
+        path.unlink()
 
 
 def _exit_by_signal(number: int, frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from specstream.models.errors import UserError
 from specstream.runtimes.drafters import Drafter, NoDrafter
 from specstream.runtimes.session import Session, prefill, tree_rows
 from specstream.runtimes.speculate import Block, speculate
@@ -97,13 +98,15 @@ def verify(
     """Generate each prompt with and without drafts, and compare; with a reference, compare with its text as well.
 
     Args:
-        prompts: token ids; at least one prompt.
+        prompts: token ids of each.
         reference: gives another implementation's greedy ids for the same weights.
         on_prompt: called with the number of prompts done, for a progress bar.
 
     Raises:
-        UserError: a prompt that the session cannot hold.
+        UserError: no prompts, or one that the session cannot hold.
     """
+    if not prompts:
+        raise UserError("there are no prompts to verify; give at least one")
 
     def generate(prompt: Sequence[int], with_drafter: Drafter) -> list[Block]:
         session.rewind(0)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from specstream.models.errors import UserError
+from specstream.runtimes.drafters import NoDrafter, StreamDrafter
+from specstream.runtimes.session import Rows, StepOutput
+from specstream.runtimes.speculate import speculate
+from specstream.runtimes.verify import compare_rows, verify
+
+from .fake_model import FakeModel
+
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
+
+
+def plain(prompt: list[int], count: int = 20) -> list[int]:
+    return [t for block in speculate(FakeModel(), prompt, NoDrafter(), max_new_tokens=count) for t in block.tokens]
+
+
+class Flipping(FakeModel):
+    """Says its second best token in calls of several rows, at every row where ``when`` holds; ``gap`` parts the two best."""
+
+    def __init__(self, gap: float, when: Callable[[int], bool] = lambda position: position % 5 == 0) -> None:
+        super().__init__(skill=0.5)
+        self.gap = gap
+        self.when = when
+
+    def _logits(self, entry: int) -> np.ndarray:
+        scores = super()._logits(entry)
+        best, second = np.argsort(-scores)[:2]
+        scores[second] = scores[best] - self.gap
+        return scores
+
+    def run(self, rows: Rows, logits: bool = False) -> StepOutput:
+        output = super().run(rows, logits=True)
+        tree = len(rows.input_ids) > 1 and not rows.tree_mask.all(where=np.tri(len(rows.input_ids), dtype=bool))
+        if tree and not logits:
+            second = np.argsort(-output.logits, axis=1)[:, 1]
+            flip = np.array([self.when(p) for p in rows.position_ids[rows.logit_rows].tolist()])
+            output = dataclasses.replace(output, next_ids=np.where(flip, second, output.next_ids))
+        return output
+
+
+def test_an_exact_model_passes() -> None:
+    done: list[int] = []
+    report = verify(FakeModel(skill=0.7), PROMPTS, StreamDrafter(), max_new_tokens=20, on_prompt=done.append)
+    assert report.passed
+    assert done == [1, 2, 3, 4]
+    assert (report.prompts, report.tokens, report.differences, report.near_ties, report.flip_rate) == (4, 80, 0, 0, 0.0)
+    assert report.rows_independent
+    assert report.rows_max_abs_diff == 0
+    assert report.reference == "plain"
+    assert report.mismatches == ()
+    assert report.tokens_per_call is not None
+    assert 1 < report.tokens_per_call <= 4
+
+
+def test_tokens_per_call_is_pooled() -> None:
+    drafter, calls, tokens = StreamDrafter(), 0, 0
+    for prompt in PROMPTS:
+        blocks = list(speculate(FakeModel(skill=0.7), prompt, drafter, max_new_tokens=20))
+        calls += len(blocks) - 1
+        tokens += sum(len(block.tokens) for block in blocks) - 1
+    report = verify(FakeModel(skill=0.7), PROMPTS, drafter, max_new_tokens=20)
+    assert report.tokens_per_call == tokens / calls
+
+
+@pytest.mark.parametrize(("gap", "near"), [(5e-4, True), (2e-3, False)])
+def test_near_ties_are_told_from_differences(gap: float, near: bool) -> None:
+    report = verify(Flipping(gap), PROMPTS, StreamDrafter(), max_new_tokens=20)
+    assert report.mismatches
+    assert all(m.near_tie == near for m in report.mismatches)
+    assert (report.near_ties, report.differences) == ((len(report.mismatches), 0) if near else (0, len(report.mismatches)))
+    assert report.passed == near
+    assert report.flip_rate == len(report.mismatches) / report.tokens
+    for mismatch in report.mismatches:
+        truth = plain(PROMPTS[mismatch.prompt])
+        assert mismatch.other == mismatch.best[0] == truth[mismatch.position]
+        assert mismatch.speculative == mismatch.best[1]
+        assert mismatch.logits[0] - mismatch.logits[1] == pytest.approx(gap, abs=1e-6)
+        assert mismatch.against == "plain"
+    json.dumps(report.to_json())
+
+
+def test_a_reference_is_compared_too() -> None:
+    def reference(prompt: list[int], limit: int) -> list[int]:
+        text = plain(prompt, limit)
+        return [*text[:7], text[7] ^ 1, *text[8:]] if prompt == [6] else text[:3] if prompt == [4, 5] else text
+
+    report = verify(FakeModel(), PROMPTS, StreamDrafter(), max_new_tokens=20, reference=reference, reference_name="other")
+    assert report.reference == "other"
+    assert not report.passed
+    assert report.flip_rate == 0
+    found = {(m.prompt, m.position, m.against, m.other is None) for m in report.mismatches}
+    assert found == {(1, 3, "reference", True), (2, 7, "reference", False)}
+    assert report.differences == 2
+
+
+class Mixing(FakeModel):
+    """A model whose rows depend on how many others are in the call, as with one activation scale for all of them."""
+
+    def run(self, rows: Rows, logits: bool = False) -> StepOutput:
+        output = super().run(rows, logits)
+        return dataclasses.replace(output, logits=output.logits * (1 + 0.01 * len(rows.input_ids)) if logits else None)
+
+
+def test_rows_that_depend_on_their_neighbours_are_found() -> None:
+    report = verify(Mixing(), PROMPTS, StreamDrafter(), max_new_tokens=20)
+    assert not report.rows_independent
+    assert report.rows_max_abs_diff > 0.01
+    assert not report.passed
+    assert report.differences == 0
+
+
+def test_rows_near_the_capacity() -> None:
+    model = FakeModel(capacity=8)
+    assert compare_rows(model, [1] * 8, [2, 3]) == (0.0, False)
+    assert compare_rows(model, [1] * 7, [2, 3]) == (0.0, False)
+    assert len(model.calls[-1].input_ids) == 1
+    assert compare_rows(model, [1] * 5, [2, 3, 4]) == (0.0, False)
+    assert len(model.calls[-1].input_ids) == 3
+
+
+def test_something_must_be_compared() -> None:
+    with pytest.raises(UserError, match="no prompts"):
+        verify(FakeModel(), [], StreamDrafter())
