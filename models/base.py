@@ -175,15 +175,18 @@ def load_base(source: BaseSource, *, dtype: torch.dtype | None = None) -> tuple[
         where = {"pretrained_model_name_or_path": str(source.path or source.name), "use_safetensors": True, **_hub_options(source)}
     try:
         with _quiet():
-            model, loaded = model_class.from_pretrained(config=config, dtype=dtype or torch.float32, output_loading_info=True, **where)
+            # Shapes that differ are reported with the missing weights, below.
+            model, loaded = model_class.from_pretrained(
+                config=config, dtype=dtype or torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **where
+            )
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(f"{source.name}: its weights cannot be loaded: {_first_line(error)}") from error
     # transformers would go on with random numbers in the place of missing weights.
-    problems = [
-        f"{len(loaded[kind])} {words} ({', '.join(str(key) for key in sorted(loaded[kind])[:3])}, ...)"
-        for kind, words in (("missing_keys", "weights missing"), ("mismatched_keys", "weights of another shape"))
-        if loaded[kind]
-    ]
+    problems = []
+    if missing := sorted(loaded["missing_keys"]):
+        problems.append(f"{len(missing)} weights missing ({', '.join(missing[:3])}, ...)")
+    for key, found, expected in sorted(loaded["mismatched_keys"])[:3]:
+        problems.append(f"{key} has shape {list(found)}, expected {list(expected)}")
     if problems:
         raise UserError(f"{source.name}: the weights are not those of its configuration: {'; '.join(problems)}")
     model.eval()

@@ -34,7 +34,7 @@ _EXTRAS: Final = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported one by one, each with the option ``--debug``."""
+    """A group whose commands are imported one by one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -43,17 +43,18 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        if not any(parameter.name == "debug" for parameter in command.params):
-            command.params.append(_debug_option())
-        return command
+        return _with_debug(getattr(importlib.import_module(module), attribute))
 
 
-def _debug_option() -> click.Option:
-    return click.Option(["--debug"], is_flag=True, expose_value=False, help="Show where an error came from.")
+def _with_debug(command: click.Command) -> click.Command:
+    """Give a command the option ``--debug``, which :func:`run` looks for."""
+    if not any(parameter.name == "debug" for parameter in command.params):
+        option = click.Option(["--debug"], is_flag=True, expose_value=False, help="Show where an error came from.")
+        command.params.append(option)
+    return command
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, params=[_debug_option()])
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="specstream-toolchain", prog_name="specstream")
 def cli() -> None:
     """Make a language model speculate for itself, and run it on ONNX Runtime.
@@ -69,7 +70,7 @@ def run(arguments: Sequence[str], command: click.Command = cli, name: str = "spe
     """Run one command line; every error becomes a line on standard error and the exit code that is returned."""
     debug = "--debug" in arguments
     try:
-        code = command.main(args=list(arguments), prog_name=name, standalone_mode=False)
+        code = _with_debug(command).main(args=list(arguments), prog_name=name, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
