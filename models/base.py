@@ -182,11 +182,11 @@ def load_base(source: BaseSource, *, dtype: torch.dtype | None = None) -> tuple[
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(f"{source.name}: its weights cannot be loaded: {_first_line(error)}") from error
     # transformers would go on with random numbers in the place of missing weights.
-    problems = []
-    if missing := sorted(loaded["missing_keys"]):
-        problems.append(f"{len(missing)} weights missing ({', '.join(missing[:3])}, ...)")
-    for key, found, expected in sorted(loaded["mismatched_keys"])[:3]:
-        problems.append(f"{key} has shape {list(found)}, expected {list(expected)}")
+    problems = [
+        f"{len(keys)} weights {words} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
+        for kind, words in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))
+        if (keys := sorted(loaded[kind]))
+    ]
     if problems:
         raise UserError(f"{source.name}: the weights are not those of its configuration: {'; '.join(problems)}")
     model.eval()
