@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import click
 
+from specstream.export.contract import Profile
 from specstream.toolchain.report import json_option, write_report
 
 
@@ -15,14 +17,14 @@ from specstream.toolchain.report import json_option, write_report
 @click.option("--adapter", metavar="ADAPTER", help="Streams to fuse in: a folder made by 'train', or a name in the zoo.")
 @click.option(
     "--profile",
-    type=click.Choice(["ort", "portable"]),
+    type=click.Choice(get_args(Profile)),
     default="ort",
     show_default=True,
     help="Operators of the graph: ONNX Runtime's own, or standard ONNX (opset 24).",
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it is a bundle already.")
 @json_option
-def export(model: str, out: Path, adapter: str | None, profile: str, force: bool, json_file: Path | None) -> None:
+def export(model: str, out: Path, adapter: str | None, profile: Profile, force: bool, json_file: Path | None) -> None:
     """Export MODEL to an ONNX bundle in the new folder OUT, and compare it with PyTorch.
 
     MODEL is a Hugging Face id (owner/name or owner/name@revision), a folder, a .gguf file, or a short name (smollm2-135m). Without
