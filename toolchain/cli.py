@@ -14,6 +14,7 @@ from typing import Final
 import click
 
 from specstream.models.errors import CheckFailed, UserError
+from specstream.toolchain.extras import EXTRA_OF
 
 # Command -> module and attribute. A module imports what is heavy inside its function, so `generate` never loads torch.
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
@@ -24,12 +25,6 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "chat": ("specstream.toolchain.chat_command", "chat"),
     "verify": ("specstream.toolchain.verify_command", "verify"),
     "info": ("specstream.toolchain.info_command", "info"),
-}
-
-# Top-level modules that an extra brings -> that extra.
-_EXTRAS: Final = {
-    **dict.fromkeys(("accelerate", "gguf", "onnx", "onnx_ir", "onnxscript", "optimum", "safetensors", "torch", "transformers"), "export"),
-    "matplotlib": "train",
 }
 
 
@@ -87,9 +82,9 @@ def run(arguments: Sequence[str], command: click.Command = cli, name: str = "spe
         return _say("failed", str(error), 1, debug)
     except ImportError as error:
         module = (error.name or "").partition(".")[0]
-        if module not in _EXTRAS:
+        if module not in EXTRA_OF:
             return _say_bug(error, debug)
-        extra = _EXTRAS[module]
+        extra = EXTRA_OF[module]
         message = f"this needs the {extra} extra ({module} is missing): pip install 'specstream-toolchain[{extra}]'"
         return _say("error", message, 2, debug)
     except BrokenPipeError:  # the reader of our output has gone, as in `specstream info bundle | head -1`

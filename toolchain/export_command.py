@@ -34,9 +34,11 @@ def export(model: str, out: Path, adapter: str | None, profile: Profile, force: 
     Example:
       specstream export smollm2-135m sql-bundle --adapter smollm2-135m-sql
     """
+    from specstream.toolchain.extras import require
     from specstream.toolchain.terminal import step_status
     from specstream.toolchain.zoo import resolve_adapter
 
+    require("export")
     folder = resolve_adapter(adapter) if adapter is not None else None
 
     from specstream.toolchain.export_pipeline import export_bundle

@@ -206,9 +206,7 @@ def _license_note(name: str, license_: License) -> str:
     return f"The weights in this bundle were made from {name}. {stated}\n"
 
 
-def _model_info(
-    name: str, architecture: str, fingerprint: str, sizes: ModelSizes, parameters: int, license_: License
-) -> ModelInfo:
+def _model_info(name: str, architecture: str, fingerprint: str, sizes: ModelSizes, parameters: int, license_: License) -> ModelInfo:
     return ModelInfo(
         name=name,
         architecture=architecture,

@@ -9,7 +9,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from specstream.models import base
 from specstream.models.errors import CheckFailed, UserError
+from specstream.toolchain import extras
 from specstream.toolchain.cli import COMMANDS, cli, run
 
 WHOLE = [sys.executable, "-m", "specstream.toolchain"]
@@ -68,6 +70,15 @@ def test_an_error_is_one_line_and_a_code(error: Exception, code: int, line: str,
 def test_the_missing_extra_is_named_as_pip_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     run([], raising(ModuleNotFoundError(name="onnx")))
     assert "pip install 'specstream-toolchain[export]'" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_said_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(extras.EXTRA_OF, "no_such_library", "export")
+    monkeypatch.setattr(base, "fetch", lambda _: pytest.fail("a model was fetched"))
+    assert run(["export", "smollm2-135m", "out"]) == 2
+    assert "the export extra (no_such_library is missing)" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):
+        extras.require("train")
 
 
 def test_an_interrupt_is_code_130(capsys: pytest.CaptureFixture[str]) -> None:
