@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH_INDEX ?=
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test lint format venv clean
 
@@ -22,8 +23,8 @@ help:
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than Python 3.11; choose another with PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --disable-pip-version-check --index-url $(TORCH_INDEX) 'torch>=2.9,<=2.13')
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@if [ -n "$(TORCH_INDEX)" ]; then $(PIP) --index-url $(TORCH_INDEX) 'torch>=2.9,<=2.13'; fi
+	$(PIP) --editable '.[dev]'
 	@touch $@
 
 venv: $(VENV)/.installed
