@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specstream.models.config import BaseIdentity, StreamConfig
@@ -173,7 +174,7 @@ def stream_tensors(model: StreamModel) -> dict[str, Tensor]:
 
 def wrap_main(base: PreTrainedModel, targets: tuple[str, ...], rank: int, alpha: float) -> dict[str, LoraLinear]:
     """LoRA for all rows around the linear layers of the decoder whose last name is in ``targets``."""
-    names = [f"model.{name}" for name in linear_names(base.model) if name.rpartition(".")[2] in targets]
+    names = [f"model.{name}" for name in linear_names(base.get_submodule("model")) if name.rpartition(".")[2] in targets]
     return wrap(base, names, rank, alpha, None)
 
 
@@ -186,9 +187,10 @@ def main_tensors(wrapped: dict[str, LoraLinear]) -> dict[str, Tensor]:
     return found
 
 
-def default_targets(base: nn.Module) -> tuple[str, ...]:
+def default_targets(base: PreTrainedModel) -> tuple[str, ...]:
     """Last names of all linear layers inside the decoder's layers."""
-    return tuple(sorted({name.rpartition(".")[2] for name in linear_names(base.model.layers)}))  # type: ignore[arg-type]
+    layers: Any = base.get_submodule("model.layers")
+    return tuple(sorted({name.rpartition(".")[2] for name in linear_names(layers)}))
 
 
 def save_peft(folder: Path, adapter: Adapter) -> None:
@@ -226,7 +228,8 @@ def load_peft(folder: Path) -> tuple[dict[str, Tensor], int, float, tuple[str, .
     described = json.loads((folder / PEFT_CONFIG_NAME).read_text(encoding="utf-8"))
     odd = [key for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save") if described.get(key)]
     if described.get("peft_type") != "LORA" or described.get("bias", "none") != "none" or odd:
-        raise UserError(f"{folder}: only plain LoRA can be merged (found {described.get('peft_type')}{', ' + ', '.join(odd) if odd else ''})")
+        found = ", ".join([str(described.get("peft_type")), *odd])
+        raise UserError(f"{folder}: only plain LoRA without biases can be merged (found {found})")
     tensors = {}
     for name, tensor in load_file(folder / PEFT_WEIGHTS_NAME).items():
         if not name.startswith(_PEFT_PREFIX) or not name.endswith((".lora_A.weight", ".lora_B.weight")):

@@ -65,7 +65,7 @@ def read_rows(path: Path) -> list[TextRow]:
                 except json.JSONDecodeError as error:
                     raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
                 if not isinstance(data, dict):
-                    raise UserError(f"{path}:{number}: an object with 'prompt' and 'completion' was expected, found a {type(data).__name__}")
+                    raise UserError(f"{path}:{number}: expected an object with 'prompt' and 'completion', found a {type(data).__name__}")
                 for key in ("prompt", "completion"):
                     if not isinstance(data.get(key), str) or not data[key].strip():
                         raise UserError(f"{path}:{number}: '{key}' must be a non-empty string")

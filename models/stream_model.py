@@ -67,6 +67,8 @@ class StreamModel(nn.Module):
         config: sizes of the streams; None for a plain model.
     """
 
+    draft_vocab: Tensor  # int64 [Vd], empty when streams choose from all tokens
+
     def __init__(self, base: PreTrainedModel, config: StreamConfig | None) -> None:
         super().__init__()
         self.base = base
@@ -113,9 +115,8 @@ class StreamModel(nn.Module):
         else:  # Gemma 3: sliding layers have a rotary base of their own
             places = {"position_embeddings_global": rotary, "position_embeddings_local": local(hidden, positions)}
         for layer in self.decoder.layers[start:stop]:
-            hidden = layer(hidden, attention_mask=None, position_ids=positions, row_cache=cache, **places)
-            if isinstance(hidden, tuple):
-                hidden = hidden[0]
+            out: Any = layer(hidden, attention_mask=None, position_ids=positions, row_cache=cache, **places)
+            hidden = out[0] if isinstance(out, tuple) else out
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:

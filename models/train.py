@@ -9,6 +9,7 @@ names, folders of adapters or the command line.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -27,8 +28,8 @@ from specstream.models.adapter import Adapter, default_targets, main_tensors, me
 from specstream.models.config import BaseIdentity, Mode, StreamConfig
 from specstream.models.data import Batch, TokenRow, draft_vocabulary, make_batch, plan_batches
 from specstream.models.errors import UserError
-from specstream.models.loss import Targets, main_loss_sum, stream_sums
 from specstream.models.lora import unwrap
+from specstream.models.loss import Targets, main_loss_sum, stream_sums
 from specstream.models.stream_model import StreamModel
 
 Stage = Literal["main", "streams", "joint"]
@@ -88,7 +89,6 @@ class TrainOptions:
         problems += [f"{name} must be above 0" for name in ("learning_rate", "main_learning_rate") if getattr(self, name) <= 0]
         if problems:
             raise UserError("training options: " + "; ".join(problems))
-
 
     def stream_weights(self) -> Tensor:
         """α_1 to α_γ."""
@@ -200,17 +200,25 @@ class _Run:
         self._check_work()
 
     def _check_work(self) -> None:
-        described = json.dumps(
-            {"options": dataclasses.asdict(self.options), "fingerprint": self.identity.fingerprint, "rows": len(self.rows)}, indent=2
-        )
+        self.accelerator.wait_for_everyone()  # the first process may have just taken an old run away
+        rows = hashlib.sha256(repr([(row.ids, row.start) for row in self.rows]).encode()).hexdigest()
+        known = {"options": dataclasses.asdict(self.options), "fingerprint": self.identity.fingerprint, "rows": rows}
+        described = json.dumps(known, indent=2)
         path = self.work / "run.json"
         if path.is_file():
             if path.read_text(encoding="utf-8") != described:
-                raise UserError(f"{self.work}: holds an unfinished run with other options, rows or base; repeat its command, or start anew with --force")
+                raise UserError(
+                    f"{self.work} holds a run with other options, rows or base; repeat its command, or start anew with --force"
+                )
         elif self.accelerator.is_main_process:
             self.work.mkdir(parents=True, exist_ok=True)
             _write_whole(path, described.encode())
         self.accelerator.wait_for_everyone()
+
+    def place(self) -> None:
+        """The base on this process's device, in the run's precision."""
+        module: nn.Module = self.base
+        module.to(device=self.accelerator.device, dtype=self.dtype)
 
     def stream_config(self, **main: Any) -> StreamConfig:
         o = self.options
@@ -239,7 +247,7 @@ class _Run:
             tensors: dict[str, Tensor] = torch.load(done, weights_only=True)
             return tensors, targets
         torch.manual_seed(self.options.seed)
-        self.base.to(device=self.accelerator.device, dtype=self.dtype)
+        self.place()
         wrapped = wrap_main(self.base, targets, self.options.main_rank, 2.0 * self.options.main_rank)
         model = StreamModel(self.base, None)
         parameters = {n: p for n, p in model.named_parameters() if ".lora_" in n}
@@ -249,7 +257,7 @@ class _Run:
         def step(batch: Batch, part: Batch) -> dict[str, Tensor]:
             # Divided by the whole batch's count, so that processes' parts simply add up.
             loss = main_loss_sum(model, model.main_pass(part.ids), part) / float(batch.counts.sum())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return {"main_loss": loss.detach()}
 
         groups = [{"params": list(parameters.values()), "lr": self.options.main_learning_rate}]
@@ -265,7 +273,7 @@ class _Run:
     def streams(self, config: StreamConfig, main: dict[str, Tensor], begun: float) -> Trained:
         """Stage ``streams``: the base frozen, main rows without gradients."""
         torch.manual_seed(self.options.seed + 1)
-        self.base.to(device=self.accelerator.device, dtype=self.dtype)
+        self.place()
         model = self.prepare(config)
         parameters = model.stream_parameters()
         weights = self.options.stream_weights()
@@ -282,7 +290,7 @@ class _Run:
     def joint(self, begun: float) -> Trained:
         """Stage ``joint``: one LoRA for main and stream rows, α_j ramped up over the first half."""
         torch.manual_seed(self.options.seed)
-        self.base.to(device=self.accelerator.device, dtype=self.dtype)
+        self.place()
         targets = default_targets(self.base)
         alpha = 2.0 * self.options.main_rank
         config = self.stream_config(main_rank=self.options.main_rank, main_alpha=alpha, main_targets=targets)
@@ -305,7 +313,7 @@ class _Run:
             torch.autograd.backward([loss, *(x for x, _ in reached)], [torch.ones_like(loss), *(g for _, g in reached)])
             return {"main_loss": loss.detach()} | figures
 
-        groups = self.stream_groups(own) + [{"params": list(shared.values()), "lr": self.options.main_learning_rate}]
+        groups = [*self.stream_groups(own), {"params": list(shared.values()), "lr": self.options.main_learning_rate}]
         self.loop("joint", self.options.steps, own | shared, groups, step)
         tensors = main_tensors(wrapped) | stream_tensors(model)
         return Trained(config, tensors, model, time.monotonic() - begun, self.accelerator.is_main_process)
@@ -355,7 +363,7 @@ class _Run:
         for first in range(0, part.anchors.shape[1], self.options.segment):
             piece = stream_sums(model, main, part, first, first + self.options.segment, self.options.targets, token_index)
             loss = (weights.to(totals.device) * piece.losses / totals).sum() + piece.prune / anchors_total
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             sums += (piece.losses.detach() / totals).cpu()
             correct += (piece.correct / totals).cpu()
             prune = prune + (piece.prune.detach() / anchors_total).cpu()
@@ -423,14 +431,14 @@ class _Run:
             return figures
         gamma = self.options.num_streams
         names = {"main": ["main_loss"], "streams": [], "joint": ["main_loss"]}[stage]
-        shapes: dict[str, tuple[int, ...]] = {name: () for name in names}
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
         if stage != "main":
             shapes |= {"stream_loss": (gamma,), "stream_accuracy": (gamma,), "prune_loss": ()}
         device = self.accelerator.device
         pieces = [figures.get(name, torch.zeros(shape)).to(device).reshape(-1).float() for name, shape in shapes.items()]
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters.values()]
         flat = torch.cat([*pieces, *(g.reshape(-1) for g in grads)])
-        flat = self.accelerator.reduce(flat, reduction="sum")  # type: ignore[assignment]
+        flat = self.accelerator.reduce(flat, reduction="sum")
         parts = flat.split([*(p.numel() for p in pieces), *(g.numel() for g in grads)])
         for parameter, grad in zip(parameters.values(), parts[len(pieces) :], strict=True):
             parameter.grad = grad.reshape(parameter.shape).clone()

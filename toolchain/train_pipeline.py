@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import specstream.models
 from specstream.models.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,23 +32,6 @@ Progress = Callable[[str, int, int, dict[str, Any]], None]
 def work_folder(out: Path) -> Path:
     """Where a run that will end in ``out`` keeps its checkpoints."""
     return out.with_name(out.name + ".partial")
-
-
-def find_adapter(name: str | Path) -> Path:
-    """An adapter folder, or the name of one that comes with the package (``models/zoo``).
-
-    Raises:
-        UserError: neither; the names that exist are listed.
-    """
-    path = Path(name)
-    if path.is_dir():
-        return path
-    zoo = Path(specstream.models.__path__[0]) / "zoo"
-    if (zoo / str(name) / "config.json").is_file():
-        return zoo / str(name)
-    known = sorted(p.parent.name for p in zoo.glob("*/config.json"))
-    said = f"; adapters that come with specstream: {', '.join(known)}" if known else ""
-    raise UserError(f"no adapter {str(name)!r}: it is no folder{said}")
 
 
 def train_adapter(
@@ -88,13 +71,15 @@ def train_adapter(
     Raises:
         UserError: bad input; nothing is left behind.
     """
-    say = say or (lambda _: None)
+    if say is None or os.environ.get("RANK", "0") != "0":
+        say = _silent
     work = work_folder(out)
     if out.exists() and not force:
         raise UserError(f"{out} exists; choose another folder or give --force to replace it")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent}: no such folder to make {out.name} in")
-    if force and work.exists() and not out.exists():
+    primary = os.environ.get("RANK", "0") == "0"
+    if force and primary and work.exists():
         shutil.rmtree(work)
     free = shutil.disk_usage(out.parent).free
     if free < FREE_BYTES:
@@ -119,7 +104,7 @@ def train_adapter(
         held_rows, _ = encode_rows(held, encode_prompt, encode_text, stop_id, limit)
     else:
         held_rows, encoded = encoded[::50], [row for i, row in enumerate(encoded) if i % 50] or encoded
-    if work.exists():
+    if (work / "run.json").exists():
         say(f"going on with the unfinished run in {work}")
 
     from specstream.models.calibrate import fit_temperatures
@@ -130,7 +115,7 @@ def train_adapter(
     known = identity(base, config.architectures[0])
     start = load_start(start_from, known, options) if start_from is not None else None
     begun = time.monotonic()
-    trained = train(base, known, encoded, work, options, start_from=start, progress=progress)
+    trained = train(base, known, encoded, work, options, start_from=start, progress=progress if primary else None)
     if not trained.primary:
         return {}  # another process of this run writes the result
     held_out = fit_temperatures(trained.model, held_rows[:200])
@@ -167,6 +152,10 @@ def train_adapter(
         shutil.rmtree(out)
     work.rename(out)
     return report
+
+
+def _silent(_line: str) -> None:
+    """Where nobody listens, and in all processes of a run but the first."""
 
 
 def encoders(bundle: TokenizerBundle) -> tuple[Callable[[str], list[int]], Callable[[str], list[int]], int]:
