@@ -177,7 +177,9 @@ def read_reference(file: Path) -> tuple[list[Call], list[dict[str, Array]]]:
     with np.load(file, allow_pickle=False) as stored:
         calls, outputs = [], []
         for name in (str(entry) for entry in stored["names"]):
-            parts = {kind: {key.rpartition("/")[2]: stored[key] for key in stored if key.startswith(f"{name}/{kind}/")} for kind in ("in", "out")}
+            parts = {
+                kind: {key.rpartition("/")[2]: stored[key] for key in stored if key.startswith(f"{name}/{kind}/")} for kind in ("in", "out")
+            }
             calls.append(Call(name, parts["in"], [int(row) for row in stored[f"{name}/commit"]]))
             outputs.append(parts["out"])
     return calls, outputs

@@ -64,7 +64,8 @@ class _ContractModule(nn.Module):
         tree_mask: Tensor,
         past_length: Tensor,
         logit_rows: Tensor,
-        stream_rows: Tensor | None,
+        *,
+        stream_rows: Tensor | None = None,
         past: list[Tensor],
     ) -> list[Tensor]:
         cache = self.cache_type(past_length, past[::2], past[1::2])
@@ -107,7 +108,7 @@ def _trace(model: StreamModel, profile: contract.Profile) -> ir.Model:
         contract.TREE_MASK: torch.ones(rows, rows, dtype=torch.bool).tril(),
         contract.PAST_LENGTH: torch.tensor([7], dtype=torch.int32),
         contract.LOGIT_ROWS: torch.arange(scored),
-        contract.STREAM_ROWS: None if model.config is None else torch.arange(carriers),
+        contract.STREAM_ROWS: torch.arange(carriers),
         "past": past,
     }
     length, capacity_dim = Dim("T", min=1), Dim("C", min=1)
@@ -117,9 +118,11 @@ def _trace(model: StreamModel, profile: contract.Profile) -> ir.Model:
         contract.TREE_MASK: {0: length, 1: length},
         contract.PAST_LENGTH: None,
         contract.LOGIT_ROWS: {0: Dim("L", min=1)},
-        contract.STREAM_ROWS: None if model.config is None else {0: Dim("S", min=0)},
+        contract.STREAM_ROWS: {0: Dim("S", min=0)},
         "past": [{2: capacity_dim}] * len(past),
     }
+    if model.config is None:  # an argument of None would count as an input that the graph does not have
+        del arguments[contract.STREAM_ROWS], shapes[contract.STREAM_ROWS]
     module = _ContractModule(model, profile).eval()
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(

@@ -14,6 +14,7 @@ from specstream.export.contract import Profile
 from specstream.export.passes.finish import finish
 from specstream.export.passes.flat_rotary import flatten_rotary
 from specstream.export.passes.fold_weights import fold_weights
+from specstream.export.passes.norm_first import norms_first
 from specstream.export.passes.reshapes import drop_reshapes
 from specstream.export.passes.rms_norm import fuse_rms_norm
 from specstream.export.passes.rotary import fuse_rotary
@@ -40,6 +41,7 @@ PORTABLE: list[Pass] = [*_FIRST, *_LAST]
 
 ORT: list[Pass] = [
     *_FIRST,
+    norms_first,  # makes way for the next pass
     flatten_rotary,  # needs rotary nodes; GroupQueryAttention takes flat rows, Attention does not
     fuse_skip_norm,  # needs fused norms; a contrib operator
     *_LAST,

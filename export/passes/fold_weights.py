@@ -37,7 +37,7 @@ def fold_weights(model: ir.Model) -> int:
             assert source.name is not None
             name = source.name
             del model.graph.initializers[name]
-            _rename(weight, name)
+            weight.name = name
         count += 1
     return count
 
@@ -46,43 +46,33 @@ def _fold(node: ir.Node) -> ir.LazyTensor | None:
     """The node's result as a tensor computed on demand; None where the node stays."""
     if node.op_type not in ("Transpose", "Mul", "Gather") or node.domain != "" or node.outputs[0].is_graph_output():
         return None
-    inputs = [None if value is None else _constant(value) for value in node.inputs]
-    if any(tensor is None for tensor in inputs):
+    tensors = [tensor for value in node.inputs if (tensor := _constant(value)) is not None]
+    if len(tensors) != len(node.inputs) or len(tensors[0].shape) != 2:
         return None
-    first = inputs[0]
-    assert first is not None
-    if len(first.shape) != 2:
-        return None
+    rows, columns = (int(dim) for dim in tensors[0].shape.numpy())
     apply: Callable[..., _Array]
     if node.op_type == "Transpose":
         source = node.inputs[0]
         assert source is not None
         if any(use.node.op_type == "Gather" and _constant(use.node.inputs[1]) is None for use in source.uses()):
             return None
-        perm = node.attributes.get_ints("perm", (1, 0))
-        apply = functools.partial(np.transpose, axes=tuple(perm))
-        shape = [first.shape[axis] for axis in perm]
+        apply, shape = np.transpose, (columns, rows)
+        if tuple(node.attributes.get_ints("perm", (1, 0))) != (1, 0):
+            return None
     elif node.op_type == "Gather":
-        second = inputs[1]
-        assert second is not None
-        if node.attributes.get_int("axis", 0) != 0 or len(second.shape) != 1:
+        if node.attributes.get_int("axis", 0) != 0 or len(tensors[1].shape) != 1:
             return None
-        apply = functools.partial(np.take, axis=0)
-        shape = [second.shape[0], first.shape[1]]
+        apply, shape = functools.partial(np.take, axis=0), (tensors[1].size, columns)
     else:
-        second = inputs[1]
-        assert second is not None
-        if second.size != 1:
+        if tensors[1].size != 1:
             return None
-        apply = np.multiply
-        shape = list(first.shape)
-    tensors = [tensor for tensor in inputs if tensor is not None]
+        apply, shape = np.multiply, (rows, columns)
 
-    def compute() -> ir.Tensor:
+    def compute() -> ir.Tensor[Any]:
         result = np.ascontiguousarray(apply(*(tensor.numpy() for tensor in tensors)))
-        return ir.Tensor(result.reshape([int(dim) for dim in shape]))
+        return ir.Tensor(result.reshape(shape))
 
-    return ir.LazyTensor(compute, dtype=first.dtype, shape=ir.Shape(shape))
+    return ir.LazyTensor(compute, dtype=tensors[0].dtype, shape=ir.Shape(shape))
 
 
 def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -103,7 +93,3 @@ def _free_name(graph: ir.Graph, source: ir.Value) -> str:
     while f"{stem}{number or ''}" in graph.initializers:
         number += 1
     return f"{stem}{number or ''}"
-
-
-def _rename(value: ir.Value, name: str) -> None:
-    value.name = name

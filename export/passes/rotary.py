@@ -28,9 +28,9 @@ def _fits(context: Any, x: ir.Value, cos: ir.Value, low: ir.Value, mid: ir.Value
     if x.shape is None or len(x.shape) != 4 or not isinstance(x.shape[3], int):
         return False
     size = x.shape[3]
-    end = integers(top)
+    end = integers(top) or [0]
     same_size = cos.shape is not None and len(cos.shape) == 4 and cos.shape[1] == 1 and cos.shape[3] == size
-    return same_size and integers(axis) in ([3], [-1]) and integers(low) == [0] and integers(mid) == [size // 2] and bool(end) and end[0] >= size
+    return same_size and integers(axis) in ([3], [-1]) and integers(low) == [0] and integers(mid) == [size // 2] and end[0] >= size
 
 
 def _after(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value, low: ir.Value, mid: ir.Value, **_: Any) -> Any:

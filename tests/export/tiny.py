@@ -10,24 +10,24 @@ import transformers
 from specstream.models.config import BaseIdentity, StreamConfig
 from specstream.models.stream_model import StreamModel
 
-VOCAB, HIDDEN, LAYERS, HEAD_DIM, KV_HEADS, WINDOW = 97, 32, 3, 8, 2, 8
+VOCAB, HIDDEN, LAYERS, HEAD_DIM, KV_HEADS, WINDOW, DRAFT_VOCAB = 97, 32, 2, 8, 2, 8, 30
 
 # Architecture -> what its configuration says beside the common sizes. Every kind of attention that occurs is in one of them.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "Qwen2": {"tie_word_embeddings": False},  # biases
     "Qwen3": {"tie_word_embeddings": True},  # norms on queries and keys
-    "Gemma3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "Gemma3": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     "Mistral": {"sliding_window": WINDOW},
     "Phi3": {"pad_token_id": 0},  # packed projections
-    "SmolLM3": {"pad_token_id": 0, "no_rope_layers": [1, 1, 0]},  # a layer without rotary
+    "SmolLM3": {"pad_token_id": 0, "no_rope_layers": [1, 0]},  # a layer without rotary
     "Olmo2": {},  # norms behind the sublayers
     "Granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     "Gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
 }
 
 
-def tiny_base(architecture: str, **changes: Any) -> transformers.PreTrainedModel:
+def tiny_base(architecture: str) -> transformers.PreTrainedModel:
     """A random ``*ForCausalLM`` with weights large enough that attention is not flat."""
     torch.manual_seed(1)
     config_name = f"{architecture}TextConfig" if architecture == "Gemma3" else f"{architecture}Config"
@@ -45,7 +45,6 @@ def tiny_base(architecture: str, **changes: Any) -> transformers.PreTrainedModel
             "bos_token_id": 1,
             "eos_token_id": 2,
             **ARCHITECTURES[architecture],
-            **changes,
         }
     )
     base: transformers.PreTrainedModel = getattr(transformers, f"{architecture}ForCausalLM")(config)
@@ -55,14 +54,16 @@ def tiny_base(architecture: str, **changes: Any) -> transformers.PreTrainedModel
     return base.eval().requires_grad_(False)
 
 
-def tiny_model(architecture: str, streams: bool = True, **changes: Any) -> StreamModel:
-    """The architecture with three streams beside rows of its top two layers, all their parameters random."""
+def tiny_model(architecture: str, streams: bool = True) -> StreamModel:
+    """The architecture with three streams beside rows of its top layer, all their parameters random; Qwen3's draw from few tokens."""
     base = tiny_base(architecture)
     if not streams:
         return StreamModel(base, None).eval()
     identity = BaseIdentity(f"{architecture}ForCausalLM", "0" * 64, HIDDEN, LAYERS, VOCAB)
-    sizes: dict[str, Any] = {"num_streams": 3, "stream_layers": 2, "top_k": 4, "stream_rank": 2, "entry_rank": 2, "prune_rank": 2}
-    model = StreamModel(base, StreamConfig(base=identity, mode="lossless", **(sizes | changes)))
+    sizes: dict[str, Any] = {"num_streams": 3, "stream_layers": 1, "top_k": 4, "stream_rank": 2, "entry_rank": 2, "prune_rank": 2}
+    if architecture == "Qwen3":
+        sizes["draft_vocab_size"] = DRAFT_VOCAB
+    model = StreamModel(base, StreamConfig(base=identity, mode="lossless", **sizes))
     for parameter in model.stream_parameters().values():
         torch.nn.init.normal_(parameter, std=0.3)
     if model.config is not None and model.config.draft_vocab_size:
