@@ -162,4 +162,5 @@ def _name_values(graph: ir.Graph, model: StreamModel) -> None:
             value.name = name
     for value in list(graph.initializers.values()):
         assert value.name is not None
-        value.name = value.name.replace("model.decoder.", "model.").replace("model.base.", "").replace("model.model.", "model.")
+        name = value.name.replace("model.decoder.", "model.").replace("model.base.", "").replace("model.model.", "model.")
+        value.name = name.replace(".base.", ".")  # the layer inside a LoRA wrapper

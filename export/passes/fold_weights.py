@@ -21,25 +21,28 @@ _Array = np.ndarray[Any, Any]
 
 
 def fold_weights(model: ir.Model) -> int:
-    count = 0
-    for node in list(model.graph):
+    graph = model.graph
+    names: dict[ir.Value, str] = {}  # of each new weight: what it shall be called
+    for node in list(graph):
         folded = _fold(node)
         if folded is None:
             continue
-        output = node.outputs[0]
         source = node.inputs[0]
         assert source is not None
-        weight = ir.Value(name=_free_name(model.graph, source), type=source.type, shape=folded.shape, const_value=folded)
-        model.graph.register_initializer(weight)
-        output.replace_all_uses_with(weight)
-        model.graph.remove(node, safe=True)
+        assert source.name is not None
+        name = names.get(source, source.name) + (".rows" if node.op_type == "Gather" else "")
+        weight = ir.Value(name=f"{name}.folded.{len(names)}", type=source.type, shape=folded.shape, const_value=folded)
+        graph.register_initializer(weight)
+        names[weight] = name
+        node.outputs[0].replace_all_uses_with(weight)
+        graph.remove(node, safe=True)
         if not source.uses() and source.is_initializer():
-            assert source.name is not None
-            name = source.name
-            del model.graph.initializers[name]
+            del graph.initializers[source.name]
+    # A weight has its old name again where nothing else is left of it.
+    for weight, name in names.items():
+        if weight.is_initializer() and name not in graph.initializers:
             weight.name = name
-        count += 1
-    return count
+    return len(names)
 
 
 def _fold(node: ir.Node) -> ir.LazyTensor | None:
