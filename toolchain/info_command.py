@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specstream.toolchain.report import json_option, write_report
+from specstream.toolchain.verify_command import compared_with
 
 if TYPE_CHECKING:
     from specstream.runtimes.manifest import Manifest
@@ -67,13 +68,22 @@ def describe(manifest: Manifest) -> list[tuple[str, str]]:
     if manifest.parity is not None:
         parity = manifest.parity
         rows.append(("parity", f"top-1 agreement with PyTorch {parity.top1_agreement:.2%}, largest difference {parity.max_abs_diff:.1e}"))
-    verified = manifest.verified
-    rows.append(("verified", "not yet (specstream verify)" if verified is None else ", ".join(f"{k} {v}" for k, v in verified.items())))
+    rows.append(("verified", _verified(manifest.verified)))
     total = sum(entry.bytes for entry in manifest.files)
     rows.append(("files", f"{len(manifest.files)}, {total / 1e6:.1f} MB"))
     rows += [("", f"{entry.path}  {entry.bytes:,} bytes") for entry in manifest.files]
     rows.append(("made with", ", ".join(f"{name} {version}" for name, version in manifest.tools.items())))
     return rows
+
+
+def _verified(result: dict[str, Any] | None) -> str:
+    """What ``verify`` recorded, in one line; its keys are those of the report."""
+    if result is None:
+        return "not yet (specstream verify)"
+    return (
+        f"{result['differences']} differences and {result['near_ties']} near-ties in {result['tokens']:,} tokens of {result['prompts']} "
+        f"prompts ({result['prompts_file']}), compared with {compared_with(result['reference'])}"
+    )
 
 
 def report(manifest: Manifest) -> dict[str, Any]:

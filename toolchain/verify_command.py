@@ -175,10 +175,14 @@ def failure(report: VerifyReport) -> str:
     return "; ".join(said)
 
 
+def compared_with(reference: str) -> str:
+    """The report's ``reference`` in words: plain decoding is always among it."""
+    return "plain decoding" if reference == "plain" else f"plain decoding and {reference}"
+
+
 def _print(report: VerifyReport, lm: LanguageModel) -> None:
-    compared = "plain decoding" if report.reference == "plain" else f"plain decoding and {report.reference}"
     calls = "" if report.tokens_per_call is None else f", {report.tokens_per_call:.2f} tokens per call"
-    click.echo(f"{report.prompts} prompts, {report.tokens} tokens{calls}, compared with {compared}")
+    click.echo(f"{report.prompts} prompts, {report.tokens} tokens{calls}, compared with {compared_with(report.reference)}")
     click.echo(f"differences {report.differences}, near-ties {report.near_ties}, flip rate {report.flip_rate:.2e}")
     click.echo(f"rows of a tree independent: {'yes' if report.rows_independent else 'no'}, to {report.rows_max_abs_diff:.1e}")
     for mismatch in report.mismatches:
