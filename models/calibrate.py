@@ -27,9 +27,13 @@ class HeldOut:
 
 @torch.no_grad()
 def fit_temperatures(model: StreamModel, rows: Sequence[TokenRow], batch_size: int = 8) -> HeldOut:
-    """Fit each stream's temperature by the likelihood of the model's own (greedy) next tokens on the same prefix."""
+    """Fit each stream's temperature by the likelihood of the model's own (greedy) next tokens on the same prefix.
+
+    The likelihood is that of what a device sees: the top k of a stream, and everything else as one more outcome
+    (``specstream.runtimes.drafters.calibrate``).
+    """
     assert model.config is not None
-    gamma = model.config.num_streams
+    gamma, top_k = model.config.num_streams, model.config.top_k
     device = model.stream_vectors.device
     losses = torch.zeros(gamma, len(_GRID))
     plain, hits, counts = torch.zeros(gamma), torch.zeros(gamma), torch.zeros(gamma)
@@ -38,16 +42,31 @@ def fit_temperatures(model: StreamModel, rows: Sequence[TokenRow], batch_size: i
         anchors = batch.anchors.to(device)
         main = model.main_pass(batch.ids.to(device))
         chosen = teacher_logits(model, main, anchors).argmax(-1)  # [B, A]
-        logits = model.draft_head(model.stream_pass(main, anchors)).float()  # [B, A, γ, Vd]
+        logprobs = torch.log_softmax(model.draft_head(model.stream_pass(main, anchors)).float(), dim=-1)  # [B, A, γ, Vd]
         column = torch.arange(anchors.shape[1])
         for j in range(gamma):
             real = (column + j + 1 < batch.counts.unsqueeze(1)).to(device)
             wanted = chosen.roll(-(j + 1), dims=1)[real]
-            scores = logits[:, :, j][real]
-            hits[j] += float((scores.argmax(-1) == wanted).sum())
+            scores = logprobs[:, :, j][real]  # [n, Vd]
+            best, index = scores.topk(top_k, dim=-1)
+            known = index == wanted.unsqueeze(1)  # [n, k]
+            hits[j] += float(known[:, 0].sum())
             counts[j] += len(wanted)
-            for i, temperature in enumerate(_GRID.tolist()):
-                losses[j, i] += float(torch.nn.functional.cross_entropy(scores / temperature, wanted, reduction="sum"))
-            plain[j] += float(torch.nn.functional.cross_entropy(scores, wanted, reduction="sum"))
+            plain[j] -= float(scores.gather(1, wanted.unsqueeze(1)).sum())
+            losses[j] += _outcome_losses(best, known)
     counts = counts.clamp(min=1)
     return HeldOut(_GRID[losses.argmin(dim=1)], (hits / counts).tolist(), (plain / counts).tolist())
+
+
+def _outcome_losses(best: Tensor, known: Tensor) -> Tensor:
+    """Negative log-likelihood, summed, at every temperature of the grid.
+
+    Args:
+        best: float [n, k], log-probabilities of the top k.
+        known: bool [n, k], which of them came true; none in a row: the rest did.
+    """
+    rest = torch.log((1.0 - best.exp().sum(1, keepdim=True)).clamp(min=1e-9))
+    outcomes = torch.cat([best, rest], dim=1)
+    true = torch.cat([known, ~known.any(1, keepdim=True)], dim=1)
+    scaled = torch.log_softmax(outcomes / _GRID.view(-1, 1, 1).to(best.device), dim=-1)  # [grid, n, k + 1]
+    return -scaled[:, true].sum(1).cpu()

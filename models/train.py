@@ -122,6 +122,27 @@ def cpu_has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags or " bf16" in flags
 
 
+def stream_config(options: TrainOptions, base: BaseIdentity, **main: Any) -> StreamConfig:
+    """The config of the adapter that a run makes; ``main`` says what is known of the fine-tune (rank, alpha, targets).
+
+    Raises:
+        UserError: sizes that do not fit the base.
+    """
+    return StreamConfig(
+        base=base,
+        mode=options.mode,
+        num_streams=options.num_streams,
+        stream_layers=options.stream_layers or max(1, base.num_layers // 3),
+        top_k=options.top_k,
+        stream_rank=0 if options.mode == "shared" else options.stream_rank,
+        stream_alpha=2.0 * options.stream_rank,
+        prune_rank=options.prune_rank,
+        draft_vocab_size=0 if options.draft_vocab_size >= base.vocab_size else options.draft_vocab_size,
+        entry_rank=options.entry_rank,
+        **main,
+    )
+
+
 def training_dtype(options: TrainOptions, accelerator: Accelerator) -> torch.dtype:
     """bf16 where the device has it, else fp32."""
     if options.precision != "auto":
@@ -160,8 +181,7 @@ def train(
     run = _Run(base, identity, rows, work, options, accelerator, progress, stop_after)
     begun = time.monotonic()
     if options.mode == "shared":
-        if start_from is not None:
-            raise UserError("--main trains streams on a finished fine-tune: use --mode lossless or two-stage, not shared")
+        assert start_from is None, "shared mode trains its own fine-tune"
         return run.joint(begun)
     main: dict[str, Tensor] = {}
     targets: tuple[str, ...] = ()
@@ -172,7 +192,7 @@ def train(
     elif options.mode == "two-stage":
         main, targets = run.fine_tune()
         rank, alpha = options.main_rank, 2.0 * options.main_rank
-    config = run.stream_config(main_rank=rank, main_alpha=alpha, main_targets=targets)
+    config = stream_config(options, identity, main_rank=rank, main_alpha=alpha, main_targets=targets)
     if main:
         merge_main(base, Adapter(config, main))
     return run.streams(config, main, begun)
@@ -207,9 +227,7 @@ class _Run:
         path = self.work / "run.json"
         if path.is_file():
             if path.read_text(encoding="utf-8") != described:
-                raise UserError(
-                    f"{self.work} holds a run with other options, rows or base; repeat its command, or start anew with --force"
-                )
+                raise UserError(f"{self.work} holds a run with other options, rows or base; repeat its command, or start anew with --force")
         elif self.accelerator.is_main_process:
             self.work.mkdir(parents=True, exist_ok=True)
             _write_whole(path, described.encode())
@@ -219,22 +237,6 @@ class _Run:
         """The base on this process's device, in the run's precision."""
         module: nn.Module = self.base
         module.to(device=self.accelerator.device, dtype=self.dtype)
-
-    def stream_config(self, **main: Any) -> StreamConfig:
-        o = self.options
-        return StreamConfig(
-            base=self.identity,
-            mode=o.mode,
-            num_streams=o.num_streams,
-            stream_layers=o.stream_layers or max(1, self.identity.num_layers // 3),
-            top_k=o.top_k,
-            stream_rank=0 if o.mode == "shared" else o.stream_rank,
-            stream_alpha=2.0 * o.stream_rank,
-            prune_rank=o.prune_rank,
-            entry_rank=o.entry_rank,
-            draft_vocab_size=min(o.draft_vocab_size, self.identity.vocab_size) % self.identity.vocab_size,
-            **main,
-        )
 
     # Stages
 
@@ -293,7 +295,7 @@ class _Run:
         self.place()
         targets = default_targets(self.base)
         alpha = 2.0 * self.options.main_rank
-        config = self.stream_config(main_rank=self.options.main_rank, main_alpha=alpha, main_targets=targets)
+        config = stream_config(self.options, self.identity, main_rank=self.options.main_rank, main_alpha=alpha, main_targets=targets)
         wrapped = wrap_main(self.base, targets, self.options.main_rank, alpha)
         model = self.prepare(config)
         shared = {f"main.{name}.{leaf}": getattr(layer, leaf) for name, layer in wrapped.items() for leaf in ("lora_A", "lora_B")}

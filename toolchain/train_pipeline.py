@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from specstream.models.errors import UserError
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from specstream.models.base import TokenizerBundle
     from specstream.models.train import TrainOptions
 
@@ -85,6 +87,9 @@ def train_adapter(
     if free < FREE_BYTES:
         raise UserError(f"{out.parent}: {free >> 20} MB free, a run needs {FREE_BYTES >> 20} MB for its checkpoints")
 
+    if options.mode == "shared" and start_from is not None:
+        raise UserError("--main trains streams on a finished fine-tune: use --mode lossless or two-stage, not shared")
+
     from specstream.models.data import encode_rows, read_rows
 
     rows = read_rows(data)
@@ -94,6 +99,7 @@ def train_adapter(
 
     source = resolve_base(model)
     config = load_config(source)
+    check_sizes(options, config)
     tokenizer = load_tokenizer(source)
     limit = min(max_length, int(config.max_position_embeddings))
     encode_prompt, encode_text, stop_id = encoders(tokenizer)
@@ -152,6 +158,18 @@ def train_adapter(
         shutil.rmtree(out)
     work.rename(out)
     return report
+
+
+def check_sizes(options: TrainOptions, config: PretrainedConfig) -> None:
+    """Refuse streams that do not fit the model, before its weights load.
+
+    Raises:
+        UserError: as :class:`StreamConfig`.
+    """
+    from specstream.models.config import BaseIdentity
+    from specstream.models.train import stream_config
+
+    stream_config(options, BaseIdentity("", "", config.hidden_size, config.num_hidden_layers, config.vocab_size), main_rank=0)
 
 
 def _silent(_line: str) -> None:
