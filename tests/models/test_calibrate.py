@@ -28,5 +28,8 @@ def test_overconfident_streams_get_a_higher_temperature() -> None:
     known[:50, 0] = True
     known[50:, 1] = True
     assert _GRID[_outcome_losses(claimed, known).argmin()] > 1.5
-    honest = torch.log(torch.tensor([[0.5, 0.49, 0.005, 0.004]])).expand(100, -1)
+    honest = torch.log(torch.tensor([[0.6, 0.2, 0.1, 0.05]])).expand(100, -1)
+    known = torch.zeros(100, 4, dtype=torch.bool)
+    for place, rows in enumerate((range(60), range(60, 80), range(80, 90), range(90, 95))):
+        known[list(rows), place] = True
     assert abs(_GRID[_outcome_losses(honest, known).argmin()] - 1.0) < 0.3
