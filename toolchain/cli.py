@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a check failed (or a bug), 2 wrong use or bad input, 130 i
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 import traceback
@@ -90,8 +91,16 @@ def run(arguments: Sequence[str], command: click.Command = cli, name: str = "spe
     except BrokenPipeError:  # the reader of our output has gone, as in `specstream info bundle | head -1`
         sys.stdout = None  # or the interpreter complains when it flushes at its end
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            return _say_bug(error, debug)
+        return _say("error", f"no space left on the disk{_where(error)}; free some and give the command again", 2, debug)
     except Exception as error:
         return _say_bug(error, debug)
+
+
+def _where(error: OSError) -> str:
+    return f" (writing {error.filename})" if error.filename else ""
 
 
 def _say_bug(error: Exception, debug: bool) -> int:

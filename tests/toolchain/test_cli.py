@@ -52,6 +52,8 @@ def test_version() -> None:
         (UserError("bad input"), 2, "error: bad input"),
         (UserError("two\n  lines"), 2, "error: two lines"),
         (CheckFailed("not equal"), 1, "failed: not equal"),
+        (OSError(28, "No space left on device", "x.data"), 2, "error: no space left on the disk (writing x.data); free some"),
+        (OSError(5, "Input/output error"), 1, "error: OSError: [Errno 5] Input/output error"),
         (ValueError("odd\nmore"), 1, "error: ValueError: odd (--debug shows where)"),
         (ZeroDivisionError(), 1, "error: ZeroDivisionError (--debug shows where)"),
         (ModuleNotFoundError("No module named 'torch.x'", name="torch.x"), 2, "error: this needs the export extra (torch is missing): "),
