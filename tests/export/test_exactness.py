@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specstream.export import contract
@@ -93,7 +93,7 @@ def sessions(draw: st.DrawFn) -> dict[str, Any]:
     return {"prompt": draw(st.integers(1, 40)), "trees": trees, "seed": draw(st.integers(0, 99))}
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # it is reset by hand
 @given(session=sessions())
 def test_random_trees(exported: Exported, session: dict[str, Any]) -> None:
     exported.reset()

@@ -43,7 +43,7 @@ def test_wrong_weight_fails(export: Export, tmp_path: Path, capsys: pytest.Captu
     scale = model.graph.initializers["model.layers.1.mlp.up_proj.weight"]
     assert scale.const_value is not None
     scale.const_value = ir.tensor(scale.const_value.numpy() * 1.01)
-    ir.save(model, tmp_path / GRAPH_FILE)
+    ir.save(model, tmp_path / GRAPH_FILE, external_data="wrong.data")
     assert main([str(tmp_path / GRAPH_FILE), str(tmp_path / "reference.npz")]) == 1
     result = json.loads(capsys.readouterr().out)
     assert not result["ok"]
