@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,7 +102,6 @@ class Trained:
     config: StreamConfig
     tensors: dict[str, Tensor]
     model: StreamModel
-    seconds: float
     primary: bool
 
 
@@ -179,10 +177,9 @@ def train(
     """
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     run = _Run(base, identity, rows, work, options, accelerator, progress, stop_after)
-    begun = time.monotonic()
     if options.mode == "shared":
         assert start_from is None, "shared mode trains its own fine-tune"
-        return run.joint(begun)
+        return run.joint()
     main: dict[str, Tensor] = {}
     targets: tuple[str, ...] = ()
     rank, alpha = 0, 16.0
@@ -195,7 +192,7 @@ def train(
     config = stream_config(options, identity, main_rank=rank, main_alpha=alpha, main_targets=targets)
     if main:
         merge_main(base, Adapter(config, main))
-    return run.streams(config, main, begun)
+    return run.streams(config, main)
 
 
 class _Run:
@@ -272,7 +269,7 @@ class _Run:
         self.accelerator.wait_for_everyone()
         return tensors, targets
 
-    def streams(self, config: StreamConfig, main: dict[str, Tensor], begun: float) -> Trained:
+    def streams(self, config: StreamConfig, main: dict[str, Tensor]) -> Trained:
         """Stage ``streams``: the base frozen, main rows without gradients."""
         torch.manual_seed(self.options.seed + 1)
         self.place()
@@ -287,9 +284,9 @@ class _Run:
             return self.stream_step(model, rows, batch, part, weights, token_index)
 
         self.loop("streams", self.options.steps, parameters, self.stream_groups(parameters), step)
-        return Trained(config, main | stream_tensors(model), model, time.monotonic() - begun, self.accelerator.is_main_process)
+        return Trained(config, main | stream_tensors(model), model, self.accelerator.is_main_process)
 
-    def joint(self, begun: float) -> Trained:
+    def joint(self) -> Trained:
         """Stage ``joint``: one LoRA for main and stream rows, α_j ramped up over the first half."""
         torch.manual_seed(self.options.seed)
         self.place()
@@ -318,7 +315,7 @@ class _Run:
         groups = [*self.stream_groups(own), {"params": list(shared.values()), "lr": self.options.main_learning_rate}]
         self.loop("joint", self.options.steps, own | shared, groups, step)
         tensors = main_tensors(wrapped) | stream_tensors(model)
-        return Trained(config, tensors, model, time.monotonic() - begun, self.accelerator.is_main_process)
+        return Trained(config, tensors, model, self.accelerator.is_main_process)
 
     # Pieces of a step
 
@@ -389,13 +386,13 @@ class _Run:
             parameter.requires_grad_(True)
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: _rate(s, steps))
-        first = self.restore(stage, parameters, optimizer, schedule)
+        first, spent = self.restore(stage, parameters, optimizer, schedule)
         self.steps_done += first
+        begun = time.monotonic() - spent
         per_epoch = len(self.plan(stage, 0))
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         epoch, order = -1, []
         figures: dict[str, Any] = {}
-        begun = time.monotonic()
         for number in range(first, steps):
             self.stage_step = number
             if number // per_epoch != epoch:
@@ -423,7 +420,7 @@ class _Run:
             if self.progress is not None:
                 self.progress(stage, done, steps, figures)
             if done % self.options.checkpoint_every == 0 or done == steps:
-                self.save(stage, done, parameters, optimizer, schedule)
+                self.save(stage, done, parameters, optimizer, schedule, time.monotonic() - begun)
             if self.stop_after is not None and self.steps_done >= self.stop_after:
                 raise KeyboardInterrupt
 
@@ -453,32 +450,46 @@ class _Run:
 
     # Checkpoints
 
-    def save(self, stage: Stage, step: int, parameters: dict[str, nn.Parameter], optimizer: Any, schedule: Any) -> None:
+    def save(self, stage: Stage, step: int, parameters: dict[str, nn.Parameter], optimizer: Any, schedule: Any, seconds: float) -> None:
         if self.accelerator.is_main_process:
             state = {
                 "step": step,
+                "seconds": seconds,
                 "parameters": {name: p.detach().cpu() for name, p in parameters.items()},
                 "optimizer": optimizer.state_dict(),
                 "schedule": schedule.state_dict(),
-                "log_bytes": _size(self.work / "train.jsonl"),
             }
             _save_whole(self.work / f"checkpoint-{stage}.pt", state)
         self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
-    def restore(self, stage: Stage, parameters: dict[str, nn.Parameter], optimizer: Any, schedule: Any) -> int:
-        """Load the stage's checkpoint if there is one; returns the steps already done. The log is cut back to it."""
+    def restore(self, stage: Stage, parameters: dict[str, nn.Parameter], optimizer: Any, schedule: Any) -> tuple[int, float]:
+        """Load the stage's checkpoint if there is one; returns the steps and seconds already spent. The log is cut back to it."""
         path = self.work / f"checkpoint-{stage}.pt"
         if not path.is_file():
-            return 0
+            self.cut_log(stage, 0)
+            return 0, 0.0
         state = torch.load(path, weights_only=True, map_location=self.accelerator.device)
         for name, parameter in parameters.items():
             parameter.copy_(state["parameters"][name])
         optimizer.load_state_dict(state["optimizer"])
         schedule.load_state_dict(state["schedule"])
-        if self.accelerator.is_main_process and (self.work / "train.jsonl").is_file():
-            os.truncate(self.work / "train.jsonl", state["log_bytes"])
-        return int(state["step"])
+        self.cut_log(stage, state["step"])
+        return int(state["step"]), float(state["seconds"])
+
+    def cut_log(self, stage: Stage, step: int) -> None:
+        """Forget what a killed run logged of ``stage`` after ``step``: it is done again."""
+        path = self.work / "train.jsonl"
+        if not self.accelerator.is_main_process or not path.is_file():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if not line.endswith("\n"):
+                continue  # killed while writing it
+            data = json.loads(line)
+            if data["stage"] != stage or data["step"] <= step:
+                kept.append(line)
+        _write_whole(path, "".join(kept).encode())
 
 
 def _rate(step: int, steps: int) -> float:
@@ -491,10 +502,6 @@ def _rate(step: int, steps: int) -> float:
 
 def _to(batch: Batch, device: torch.device) -> Batch:
     return Batch(batch.ids.to(device), batch.anchors.to(device), batch.counts.to(device))
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
 
 
 def _write_whole(path: Path, data: bytes) -> None:
