@@ -208,7 +208,7 @@ def load_tokenizer(source: BaseSource) -> TokenizerBundle:
     try:
         with _quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(where, use_fast=True, **_hub_options(source))
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:  # of conversions without their library
         raise UserError(f"{source.name}: its tokenizer cannot be loaded: {_first_line(error)}") from error
     if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         raise UserError(f"{source.name}: its tokenizer has no tokenizer.json, which the runtime needs")
