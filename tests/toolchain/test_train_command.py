@@ -171,4 +171,4 @@ def test_the_real_model_trains(smollm2_path: Path, data_folder: Path, tmp_path: 
     main = [line["main_loss"] for line in log if line["stage"] == "main"]
     streams = [line["stream_loss"][0] for line in log if line["stage"] == "streams"]
     assert 0.2 < main[0] < 3.0
-    assert streams[-1] < 0.8 * streams[0]
+    assert streams[-1] < 0.9 * streams[0]
