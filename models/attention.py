@@ -136,7 +136,7 @@ class DenseCache:
 
     def commit(self, rows: list[int]) -> None:
         """Keep ``rows`` (indices into the last call's main rows, in order) and forget the others."""
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, dtype=torch.int64)
         for layer, (key, value) in self._pending.items():
             past_key, past_value = self.keys[layer], self.values[layer]
             key, value = key[:, :, index], value[:, :, index]

@@ -18,8 +18,8 @@ from specstream.runtimes.speculate import FinishReason, speculate
 from specstream.runtimes.text import Message, TextCodec
 from specstream.runtimes.tree import StreamPolicy, every_row, likeliest_last, only_root
 
-DEFAULT_BUDGET = 12  # with two rows of streams: the fastest of those tried with fp32 weights on two cores
-DEFAULT_STREAM_ROWS = 2
+DEFAULT_BUDGET = 8  # with one row of streams: the fastest of those tried with fp32 weights on two cores
+DEFAULT_STREAM_ROWS = 1
 
 Prompt = str | Sequence[Message] | Sequence[int]
 Draft = str | Drafter  # a name: auto, streams, none
