@@ -22,11 +22,14 @@ class Streams:
         ids: int64 [γ, k], best first.
         logprobs: float32 [γ, k].
         position: of the token whose row carried them.
+        pairs: float32 [γ, k, k], or None: entry [j - 1, a, b] scores candidate b of stream j below candidate a of stream j - 1, see
+            :func:`specstream.runtimes.tree.condition`. The first stream has no parent among the candidates: its entries mean nothing.
     """
 
     ids: IntArray
     logprobs: FloatArray
     position: int
+    pairs: FloatArray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +99,43 @@ class StreamDrafter:
     uses_streams: bool = True
 
     def propose(self, context: DraftContext) -> TokenTree:
-        if context.streams is None or context.shift >= len(context.streams.ids):
+        streams = remaining_streams(context, self.temperatures)
+        if streams is None:
             return root_only(context.root)
-        shift = context.shift
-        logprobs = context.streams.logprobs[shift:]
-        if any(t != 1.0 for t in self.temperatures[shift:]):
-            logprobs = calibrate(logprobs, self.temperatures[shift:])
-        return best_first(context.root, context.streams.ids[shift:], logprobs, context.budget, context.max_depth)
+        return best_first(
+            context.root, streams.ids, streams.logprobs, context.budget, context.max_depth, streams.pairs, streams.root_candidate
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RemainingStreams:
+    """Streams that serve the depths below a root: row d - 1 is for depth d. See :class:`Streams`.
+
+    Attributes:
+        root_candidate: which candidate of the stream before these the root was; None when there is none or it was none of them.
+    """
+
+    ids: IntArray
+    logprobs: FloatArray
+    pairs: FloatArray | None
+    root_candidate: int | None
+
+
+def remaining_streams(context: DraftContext, temperatures: Sequence[float] = ()) -> RemainingStreams | None:
+    """The latest streams, calibrated and without those that are used up; None when nothing is left."""
+    streams, shift = context.streams, context.shift
+    if streams is None or shift >= len(streams.ids):
+        return None
+    logprobs = streams.logprobs[shift:]
+    if any(t != 1.0 for t in temperatures[shift:]):
+        logprobs = calibrate(logprobs, temperatures[shift:])
+    pairs, root_candidate = streams.pairs, None
+    if pairs is not None:
+        pairs = pairs[shift:]
+        if shift > 0:
+            before: list[int] = streams.ids[shift - 1].tolist()
+            root_candidate = before.index(context.root) if context.root in before else None
+    return RemainingStreams(streams.ids[shift:], logprobs, pairs, root_candidate)
 
 
 def calibrate(logprobs: npt.ArrayLike, temperatures: Sequence[float]) -> FloatArray:

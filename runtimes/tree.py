@@ -80,46 +80,93 @@ def chain(root_token: int, tokens: Sequence[int], logprobs: Sequence[float] | No
 
 
 def best_first(
-    root_token: int, stream_ids: npt.ArrayLike, stream_logprobs: npt.ArrayLike, budget: int, max_depth: int | None = None
+    root_token: int,
+    stream_ids: npt.ArrayLike,
+    stream_logprobs: npt.ArrayLike,
+    budget: int,
+    max_depth: int | None = None,
+    pairs: npt.ArrayLike | None = None,
+    root_candidate: int | None = None,
 ) -> TokenTree:
-    """The ``budget`` likeliest nodes, when depth j draws from the candidates of stream j whatever was drawn before.
+    """The ``budget`` likeliest nodes, when depth j draws from the candidates of stream j.
 
-    A path's probability is the product of its tokens' (streams never see which tokens were picked, arXiv 2402.11131, so
-    siblings' subtrees have the same candidates). A node's next sibling and its first child are both no likelier than itself,
-    so popping the likeliest known node, and pushing those two, visits all nodes from the likeliest down.
+    A path's probability is the product of its tokens' given their parents (see :func:`condition`). Without ``pairs`` a token's
+    probability is the same below every parent: streams never see which tokens were picked (arXiv 2402.11131). A node's next
+    sibling and its first child are both no likelier than itself, so popping the likeliest known node, and pushing those two,
+    visits all nodes from the likeliest down.
 
     Args:
         stream_ids: int [γ, k]: row j - 1 has the candidates at depth j.
         stream_logprobs: float [γ, k].
         budget: rows at most, the root included.
         max_depth: depth at most; γ when left out.
+        pairs: float [γ, k, k]: entry [j - 1, a, b] scores candidate b at depth j below candidate a at depth j - 1.
+        root_candidate: which candidate of the stream before the first one the root is, for ``pairs[0]``; left out, depth 1 does
+            not depend on the root.
     """
+    ids: list[list[int]] = np.asarray(stream_ids).tolist()
     logprobs = np.asarray(stream_logprobs, dtype=np.float32)
-    order = np.argsort(-logprobs, axis=1, kind="stable")
-    ids: list[list[int]] = np.take_along_axis(np.asarray(stream_ids), order, axis=1).tolist()
-    scores: list[list[float]] = np.take_along_axis(logprobs, order, axis=1).tolist()
+    free: list[list[float]] = logprobs.tolist()
+    given: list[list[list[float]]] | None = None if pairs is None else condition(logprobs, pairs).tolist()
     levels = len(ids) if max_depth is None else min(max_depth, len(ids))
-    tokens, parents, paths, depths, ranks = [root_token], [-1], [0.0], [0], [0]
-    # (-path log-probability, order of pushing, parent row, rank among the candidates of the next depth)
+    # (depth of the parent, its candidate or None) -> log-probabilities of its children and their order, the likeliest first.
+    below: dict[tuple[int, int | None], tuple[list[float], list[int]]] = {}
+    tokens, parents, paths, depths = [root_token], [-1], [0.0], [0]
+    candidates: list[int | None] = [root_candidate]
+    # (-path log-probability, order of pushing, parent row, rank among its children)
     heap: list[tuple[float, int, int, int]] = []
 
+    def children(parent: int) -> tuple[list[float], list[int]]:
+        key = (depths[parent], None if given is None else candidates[parent])
+        if key not in below:
+            depth, candidate = key
+            scores = free[depth] if given is None or candidate is None else given[depth][candidate]
+            possible = [b for b, score in enumerate(scores) if math.isfinite(score)]
+            below[key] = scores, sorted(possible, key=lambda b: -scores[b])
+        return below[key]
+
     def push(parent: int, rank: int) -> None:
-        depth = depths[parent]
-        if depth < levels and rank < len(scores[depth]) and math.isfinite(scores[depth][rank]):
-            heapq.heappush(heap, (-(paths[parent] + scores[depth][rank]), len(tokens) * 2 + (rank > 0), parent, rank))
+        if depths[parent] < levels:
+            scores, order = children(parent)
+            if rank < len(order):
+                heapq.heappush(heap, (-(paths[parent] + scores[order[rank]]), len(tokens) * 2 + (rank > 0), parent, rank))
 
     push(0, 0)
     while heap and len(tokens) < budget:
         negative, _, parent, rank = heapq.heappop(heap)
-        row = len(tokens)
-        tokens.append(ids[depths[parent]][rank])
+        row, depth = len(tokens), depths[parent]
+        candidate = children(parent)[1][rank]
+        tokens.append(ids[depth][candidate])
         parents.append(parent)
         paths.append(-negative)
-        depths.append(depths[parent] + 1)
-        ranks.append(rank)
+        depths.append(depth + 1)
+        candidates.append(candidate)
         push(row, 0)
         push(parent, rank + 1)
     return _primary_first(tokens, parents, paths)
+
+
+def condition(logprobs: npt.ArrayLike, pairs: npt.ArrayLike) -> FloatArray:
+    """Log-probability of every candidate below every candidate of the stream before it.
+
+    p(b | a) = exp(l_b + s_ab) / (Σ exp(l_b' + s_ab') + rest), rest = 1 - Σ exp(l_b'): what is outside the top k counts as one more
+    outcome with a score of 0.
+
+    Args:
+        logprobs: float [γ, k], l.
+        pairs: float [γ, k, k], s: entry [j, a, b] for candidate b of stream j and a of stream j - 1.
+
+    Returns:
+        float32 [γ, k, k].
+    """
+    own = np.asarray(logprobs, dtype=np.float32)
+    rest = np.maximum(1.0 - np.exp(own).sum(axis=1), 0.0)[:, None, None]
+    scores = own[:, None, :] + np.asarray(pairs, dtype=np.float32)
+    # Against overflow; the lower bound is for parents below which nothing is possible.
+    largest = np.maximum(scores.max(axis=2, keepdims=True), -60.0)
+    total = np.exp(scores - largest).sum(axis=2, keepdims=True) + rest * np.exp(-largest)
+    given: FloatArray = scores - (largest + np.log(total))
+    return given
 
 
 def cartesian(root_token: int, stream_ids: npt.ArrayLike, stream_logprobs: npt.ArrayLike, widths: Sequence[int]) -> TokenTree:

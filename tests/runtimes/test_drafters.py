@@ -49,6 +49,19 @@ def test_each_stream_has_its_own_temperature() -> None:
     np.testing.assert_allclose(np.exp(tree.logprob), [1, 1, 0.6], atol=1e-4)
 
 
+def test_pairs_are_shifted_too_and_know_the_root() -> None:
+    """Streams of one row ago: the root is candidate 1 of the first stream, so the second stream's scores below it count."""
+    ids = np.array([[10, 5], [20, 21], [30, 31]])
+    pairs = np.zeros((3, 2, 2), dtype=np.float32)
+    pairs[1, 1] = [-9, 9]
+    pairs[2, 1] = [-9, 9]
+    one_ago = Streams(ids, np.log(np.array([[0.5, 0.4]] * 3)).astype(np.float32), 3, pairs)
+    shifted = DraftContext([0, 1, 2, 3, 4, 5], one_ago, budget=3, max_depth=9)
+    assert StreamDrafter().propose(shifted).tokens.tolist() == [5, 21, 31]
+    other_root = DraftContext([0, 1, 2, 3, 4, 6], one_ago, budget=3, max_depth=9)
+    assert StreamDrafter().propose(other_root).tokens.tolist() == [6, 20, 21]
+
+
 def test_no_drafter_drafts_nothing() -> None:
     assert NoDrafter().propose(context(4)).tokens.tolist() == [5]
     assert not NoDrafter().uses_streams

@@ -12,6 +12,7 @@ from specstream.runtimes.tree import (
     best_first,
     cartesian,
     chain,
+    condition,
     every_row,
     likeliest_last,
     merge,
@@ -161,3 +162,54 @@ def test_policies_of_one_and_all_rows() -> None:
     assert likeliest_last(1)(chain(1, [2, 3], [np.log(0.1), np.log(0.9)])).tolist() == [0]
     with pytest.raises(ValueError, match="at least one row"):
         likeliest_last(0)
+
+
+@given(streams(), st.integers(1, 40), st.integers(0, 2**32), st.booleans())
+def test_best_first_with_pairs_takes_the_likeliest_paths(
+    candidates: tuple[np.ndarray, np.ndarray], budget: int, seed: int, root_known: bool
+) -> None:
+    ids, logprobs = candidates
+    depth, width = ids.shape
+    rng = np.random.default_rng(seed)
+    pairs = rng.normal(scale=2, size=(depth, width, width)).astype(np.float32)
+    root = int(rng.integers(width)) if root_known else None
+    tree = best_first(99, ids, logprobs, budget, pairs=pairs, root_candidate=root)
+    check(tree)
+
+    def given_parent(level: int, a: int | None, b: int) -> float:
+        own = np.exp(logprobs[level].astype(float))
+        if a is None:
+            return float(np.log(own[b]))
+        scaled = own * np.exp(pairs[level, a].astype(float))
+        return float(np.log(scaled[b] / (scaled.sum() + 1 - own.sum())))
+
+    everything = []
+    for levels in range(1, depth + 1):
+        for ranks in itertools.product(range(width), repeat=levels):
+            above = (root, *ranks)
+            everything.append(sum(given_parent(d, above[d], rank) for d, rank in enumerate(ranks)))
+    expected = sorted(everything, reverse=True)[: budget - 1]
+    assert len(tree) == 1 + len(expected)
+    np.testing.assert_allclose(sorted(tree.logprob[1:], reverse=True), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_pair_score_changes_what_follows_whom() -> None:
+    ids, logprobs = [[1, 2], [3, 4]], np.log([[0.5, 0.4], [0.5, 0.4]])
+    pairs = np.zeros((2, 2, 2))
+    pairs[1] = [[-9, 9], [9, -9]]  # 4 after 1, 3 after 2
+    tree = best_first(0, ids, logprobs, budget=5, pairs=pairs)
+    assert set(paths(tree)) == {(0,), (0, 1), (0, 2), (0, 1, 4), (0, 2, 3)}
+
+
+@given(streams())
+def test_scores_of_zero_condition_nothing(candidates: tuple[np.ndarray, np.ndarray]) -> None:
+    _, logprobs = candidates
+    given_parent = condition(logprobs, np.zeros((*logprobs.shape, logprobs.shape[1])))
+    assert given_parent.dtype == np.float32
+    np.testing.assert_allclose(given_parent, np.broadcast_to(logprobs[:, None], given_parent.shape), atol=1e-5)
+
+
+def test_huge_scores_and_impossible_candidates_stay_probabilities() -> None:
+    given_parent = condition([[-np.inf, np.log(0.5)], [-np.inf, -np.inf]], np.full((2, 2, 2), 500.0))
+    assert given_parent[0].tolist() == [[-np.inf, 0.0], [-np.inf, 0.0]]
+    assert (given_parent[1] == -np.inf).all()
