@@ -70,9 +70,11 @@ def load_adapter(folder: Path) -> Adapter:
 def _check(config: StreamConfig, tensors: dict[str, Tensor], folder: Path) -> None:
     hidden, gamma = config.base.hidden_size, config.num_streams
     expected: dict[str, tuple[int, ...]] = {"streams.stream_vectors": (gamma, hidden)}
-    for name, rank in (("entry", config.entry_rank), ("prune", config.prune_rank)):
+    for name, rank in (("entry", config.entry_rank), ("correction", config.correction_rank), ("prune", config.prune_rank)):
         if rank:
             expected |= {f"streams.{name}_down": (rank, hidden), f"streams.{name}_up": (hidden, rank)}
+    if config.pair_rank:
+        expected |= {f"streams.pair_{name}": (config.pair_rank, hidden) for name in ("parent", "state", "child")}
     if config.draft_vocab_size:
         expected["streams.draft_vocab"] = (config.draft_vocab_size,)
     problems = [f"{name} is missing" for name in expected if name not in tensors]

@@ -39,15 +39,16 @@ def fit_temperatures(model: StreamModel, rows: Sequence[TokenRow], batch_size: i
     plain, hits, counts = torch.zeros(gamma), torch.zeros(gamma), torch.zeros(gamma)
     for start in range(0, len(rows), batch_size):
         batch = make_batch(rows[start : start + batch_size])
-        anchors = batch.anchors.to(device)
-        main = model.main_pass(batch.ids.to(device))
+        ids, anchors = batch.ids.to(device), batch.anchors.to(device)
+        main = model.main_pass(ids)
         chosen = teacher_logits(model, main, anchors).argmax(-1)  # [B, A]
-        logprobs = torch.log_softmax(model.draft_head(model.stream_pass(main, anchors)).float(), dim=-1)  # [B, A, γ, Vd]
+        corrections = ids.gather(1, anchors + 1) if model.config.placement == "delayed" else None
+        states = model.stream_pass(main, anchors, corrections)  # [B, A, γ, H]
         column = torch.arange(anchors.shape[1])
         for j in range(gamma):
             real = (column + j + 1 < batch.counts.unsqueeze(1)).to(device)
             wanted = chosen.roll(-(j + 1), dims=1)[real]
-            scores = logprobs[:, :, j][real]  # [n, Vd]
+            scores = torch.log_softmax(model.draft_head(states[:, :, j][real]).float(), dim=-1)  # [n, Vd]
             best, index = scores.topk(top_k, dim=-1)
             known = index == wanted.unsqueeze(1)  # [n, k]
             hits[j] += float(known[:, 0].sum())

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from specstream.models.errors import UserError
 
 Mode = Literal["lossless", "shared", "two-stage"]
-Placement = Literal["fused"]
+Placement = Literal["fused", "delayed"]
 
 ADAPTER_FORMAT = 1
 
@@ -49,7 +49,10 @@ class StreamConfig:
         prune_rank: rank of the pruning adapter [o_θ].
         entry_rank: rank of the entry map [f_η]; 0 is the identity.
         draft_vocab_size: tokens that streams choose from; 0 is the whole vocabulary.
-        placement: ``fused``: stream rows in the same pass as the tree.
+        placement: ``fused``: stream rows in the same pass as the tree. ``delayed``: a pass of their own after acceptance, beside
+            the last accepted row only, which knows the correction token.
+        correction_rank: rank of the map from the correction token's embedding into the entry state (delayed only).
+        pair_rank: rank of the head that re-scores a stream's candidates once their parent token is known (delayed only); 0: none.
     """
 
     base: BaseIdentity
@@ -66,6 +69,8 @@ class StreamConfig:
     entry_rank: int = 0
     draft_vocab_size: int = 0
     placement: Placement = "fused"
+    correction_rank: int = 0
+    pair_rank: int = 0
     format: int = ADAPTER_FORMAT
 
     def __post_init__(self) -> None:
@@ -85,11 +90,15 @@ class StreamConfig:
             problems.append(f"top_k {self.top_k} (1 to {vocab})")
         problems += [
             f"{name} {getattr(self, name)} (0 or more)"
-            for name in ("stream_rank", "main_rank", "prune_rank", "entry_rank", "draft_vocab_size")
+            for name in ("stream_rank", "main_rank", "prune_rank", "entry_rank", "draft_vocab_size", "correction_rank", "pair_rank")
             if getattr(self, name) < 0
         ]
         if self.draft_vocab_size > self.base.vocab_size:
             problems.append(f"draft_vocab_size {self.draft_vocab_size} (at most {self.base.vocab_size})")
+        if self.placement == "fused" and (self.correction_rank or self.pair_rank):
+            problems.append("correction_rank and pair_rank need placement delayed: fused streams do not know the correction token")
+        if self.placement == "delayed" and self.correction_rank < 1:
+            problems.append("placement delayed needs a correction_rank of at least 1")
         if (self.main_rank > 0) != bool(self.main_targets):
             problems.append("main_rank and main_targets go together: both or neither")
         if problems:

@@ -8,7 +8,7 @@ Knows states and targets; nothing of data or optimizers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from specstream.models.stream_model import MainPass, StreamModel
 
 Targets = Literal["model", "reference"]
 
+CHUNK = 128  # stream rows whose logits exist at once: [128, Vd] stays in the processor's cache
+PAIR_CANDIDATES = 16  # of a stream, re-scored by the pair head in training
+
 
 @dataclass(frozen=True)
 class StreamSums:
@@ -26,6 +29,7 @@ class StreamSums:
     losses: Tensor  # [γ]
     correct: Tensor  # [γ], agreements with the model's own choice
     prune: Tensor  # []
+    pair: Tensor  # []
 
 
 def main_loss_sum(model: StreamModel, main: MainPass, batch: Batch) -> Tensor:
@@ -59,32 +63,113 @@ def stream_sums(
     """
     assert model.config is not None
     gamma = model.config.num_streams
-    anchors = batch.anchors[:, first:last]
-    teacher = teacher_logits(model, main, batch.anchors[:, first : last + gamma])
-    states = model.stream_pass(main, anchors)  # [B, n, γ, H]
-    # Stream j (from 1) of anchor column a predicts what the main row of column a + j predicts.
     device = batch.ids.device
+    anchors = batch.anchors[:, first:last]
+    following = batch.ids.gather(1, batch.anchors + 1)  # [B, A]: the token after each anchor
+    corrections = following[:, first:last] if model.config.placement == "delayed" else None
+    teacher = teacher_logits(model, main, batch.anchors[:, first : last + gamma])
+    choice = teacher.argmax(-1)  # [B, n + γ]
+    teacher = torch.softmax(teacher, dim=-1)
+    states = model.stream_pass(main, anchors, corrections)  # [B, n, γ, H]
+    # Stream j (from 1) of anchor column a predicts what the main row of column a + j predicts.
     here = torch.arange(first, first + anchors.shape[1], device=device)
     column = here.unsqueeze(1) + torch.arange(1, gamma + 1, device=device)  # [n, γ]
     real = column < batch.counts.view(-1, 1, 1)  # [B, n, γ]
-    column = column.clamp(max=batch.anchors.shape[1] - 1)
-    predicted = model.draft_head(states[real]).float()  # [R, Vd]
-    wanted = teacher[:, column - first][real]  # [R, Vd]
+    column = column.clamp(max=batch.anchors.shape[1] - 1).expand_as(real)
+    example = torch.arange(batch.ids.shape[0], device=device).view(-1, 1, 1).expand_as(real)[real]  # [R]
     stream = torch.arange(gamma, device=device).expand_as(real)[real]  # [R]
-    if targets == "model":
-        loss = nn.functional.cross_entropy(predicted, torch.softmax(wanted, dim=-1), reduction="none")
-    else:
-        tokens = batch.ids.gather(1, batch.anchors + 1)[:, column][real]
-        index = tokens if token_index is None else token_index[tokens]
-        loss = nn.functional.cross_entropy(predicted, index, reduction="none", ignore_index=-1)
-    hit = (predicted.argmax(-1) == wanted.argmax(-1)).to(loss.dtype)
+    column = column[real]
+    # Rows of the teacher, flat: [B · (n + γ)].
+    place = example * teacher.shape[1] + column - first
+    wanted: Tensor | None = None
+    if targets == "reference":
+        tokens = following[example, column]
+        wanted = tokens if token_index is None else token_index[tokens]
+    picked = states[real]
+    keep = PAIR_CANDIDATES if model.config.pair_rank else 0
+    loss, guess, best, index = _DraftLoss.apply(  # type: ignore[no-untyped-call]
+        picked, model, teacher.flatten(0, 1), place, wanted, keep
+    )
     zeros = torch.zeros(gamma, dtype=loss.dtype, device=device)
     sums = zeros.index_add(0, stream, loss)
-    correct = zeros.index_add(0, stream, hit.detach())
+    correct = zeros.index_add(0, stream, (guess == choice.flatten()[place]).to(loss.dtype))
+    pair = torch.zeros((), device=device)
+    if keep:
+        parents = following[example, (column - 1).clamp(min=0)]
+        known = parents if token_index is None else token_index[parents]
+        # The first stream knows its parent, the correction, from the start.
+        chosen = (stream > 0) & (known >= 0)
+        pair = _pair_loss(model, picked.detach()[chosen], known[chosen], best[chosen], index[chosen], teacher.flatten(0, 1), place[chosen])
     prune = torch.zeros((), device=device)
     if model.config.prune_rank:
         inside = here < batch.counts.unsqueeze(1)  # [B, n]
         entry = main.entry.detach().gather(1, anchors.unsqueeze(2).expand(-1, -1, main.entry.shape[2]))
         early = model.prune_logits(entry[inside]).float()
-        prune = nn.functional.cross_entropy(early, torch.softmax(teacher[:, : anchors.shape[1]][inside], dim=-1), reduction="sum")
-    return StreamSums(sums, correct, prune)
+        prune = nn.functional.cross_entropy(early, teacher[:, : anchors.shape[1]][inside], reduction="sum")
+    return StreamSums(sums, correct, prune, pair)
+
+
+class _DraftLoss(torch.autograd.Function):
+    """Cross-entropy of the draft head, row by row, without ever holding the logits of all rows.
+
+    Each row's loss has one upstream factor, so its gradient by the state is found chunk by chunk on the way forward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, model: StreamModel, teacher: Tensor, place: Tensor, wanted: Tensor | None, keep: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """states [R, H], teacher [N, Vd] (probabilities), place int64 [R] (row of the teacher) -> losses [R], argmax int64 [R],
+        log-probabilities and places of the ``keep`` best [R, keep]."""
+        losses, guesses, bests, indices = [], [], [], []
+        gradients: list[Tensor] = []
+        learning = ctx.needs_input_grad[0]
+        for start in range(0, max(states.shape[0], 1), CHUNK):
+            part = states[start : start + CHUNK].detach().requires_grad_(learning)
+            with torch.set_grad_enabled(learning):
+                logits = model.draft_head(part).float()
+                if wanted is None:
+                    loss = nn.functional.cross_entropy(logits, teacher[place[start : start + CHUNK]], reduction="none")
+                else:
+                    loss = nn.functional.cross_entropy(logits, wanted[start : start + CHUNK], reduction="none", ignore_index=-1)
+            if learning:
+                gradients += torch.autograd.grad(loss, part, torch.ones_like(loss))
+            logits = logits.detach()
+            losses.append(loss.detach())
+            best, index = logits.topk(max(keep, 1), dim=-1)
+            guesses.append(index[:, 0])
+            if keep:
+                best = best - torch.logsumexp(logits, dim=-1, keepdim=True)
+            bests.append(best[:, :keep])
+            indices.append(index[:, :keep])
+        if learning:
+            ctx.save_for_backward(torch.cat(gradients))
+        results = torch.cat(losses), torch.cat(guesses), torch.cat(bests), torch.cat(indices)
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0].unsqueeze(1).to(gradient.dtype), None, None, None, None, None
+
+
+def _pair_loss(model: StreamModel, states: Tensor, parents: Tensor, best: Tensor, index: Tensor, teacher: Tensor, place: Tensor) -> Tensor:
+    """Cross-entropy, summed, of what a device sees: a stream's best candidates re-scored for their parent, and all others as one.
+
+    Args:
+        states: [R, H], streams after the last layer.
+        parents: int64 [R], place of the token before the predicted one in the draft vocabulary.
+        best: float [R, K], log-probabilities of the stream's best candidates.
+        index: int64 [R, K], their places.
+        teacher: float [N, Vd].
+        place: int64 [R], row of the teacher.
+    """
+    by_parent, by_child = model.pair_tables()
+    mix = nn.functional.silu(nn.functional.embedding(parents, by_parent) + model.pair_context(states))
+    scores = torch.einsum("nr,nkr->nk", mix, nn.functional.embedding(index, by_child))
+    rest = torch.log((1.0 - best.exp().sum(1, keepdim=True)).clamp(min=1e-6))
+    outcomes = torch.cat([best + scores, rest], dim=1)
+    wanted = teacher[place.unsqueeze(1), index]
+    wanted = torch.cat([wanted, (1.0 - wanted.sum(1, keepdim=True)).clamp(min=0.0)], dim=1)
+    return nn.functional.cross_entropy(outcomes, wanted, reduction="sum")

@@ -9,6 +9,14 @@ S_tj^l the state of stream j beside it (N layers, the top N_s multi-stream, l0 =
     p(y_t+1)     = softmax(H(norm(M_t^N)))                         the next token
     p(y_t+1+j)   = softmax(H(norm(S_tj^N)))                        the token j places after the next one
 
+Delayed placement: streams run in a pass of their own, once the row's next token c = y_t+1 (the correction) is known, and enter as
+
+    S_tj^l0  = f_η(M_t^l0) + W E[c] + P_j                          W of low rank, E the embeddings scaled to RMS 1
+
+and a small head re-scores the candidates of stream j for a given token p before them (a low-rank, state-dependent bigram):
+
+    s(v | p) = SiLU(A E[p] + C norm(S_tj^N)) · B E[v]              added to the stream's own log-probability of v
+
 Stream j of the row at position t stands at rotary position t + j, the place of the token that it would have to read to
 predict the same target. The pruning adapter o_θ scores tokens early, from the state at l0: H(norm(M^l0 + o_θ M^l0)).
 
@@ -28,6 +36,20 @@ from transformers import PreTrainedModel
 from specstream.models.attention import ATTENTION_NAME, Cache, dense_attention
 from specstream.models.config import StreamConfig
 from specstream.models.lora import LoraLinear, RowGate, linear_names, wrap
+
+# All trained parameters of the streams but their LoRA.
+SMALL_PARAMETERS = (
+    "stream_vectors",
+    "entry_down",
+    "entry_up",
+    "correction_down",
+    "correction_up",
+    "pair_parent",
+    "pair_state",
+    "pair_child",
+    "prune_down",
+    "prune_up",
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +113,11 @@ class StreamModel(nn.Module):
         self.stream_vectors = nn.Parameter(torch.zeros(config.num_streams, hidden))
         self.entry_down = nn.Parameter(torch.randn(config.entry_rank, hidden) / hidden**0.5)
         self.entry_up = nn.Parameter(torch.zeros(hidden, config.entry_rank))
+        self.correction_down = nn.Parameter(torch.randn(config.correction_rank, hidden) / hidden**0.5)
+        self.correction_up = nn.Parameter(torch.zeros(hidden, config.correction_rank))
+        self.pair_parent = nn.Parameter(torch.randn(config.pair_rank, hidden) / hidden**0.5)
+        self.pair_state = nn.Parameter(torch.zeros(config.pair_rank, hidden))
+        self.pair_child = nn.Parameter(torch.zeros(config.pair_rank, hidden))
         self.prune_down = nn.Parameter(torch.randn(config.prune_rank, hidden) / hidden**0.5)
         self.prune_up = nn.Parameter(torch.zeros(hidden, config.prune_rank))
         self.register_buffer("draft_vocab", torch.zeros(config.draft_vocab_size, dtype=torch.int64), persistent=False)
@@ -140,14 +167,44 @@ class StreamModel(nn.Module):
             logits = torch.tanh(logits / self._logit_softcap) * self._logit_softcap
         return logits
 
-    def enter(self, state: Tensor) -> Tensor:
-        """Stream rows that start beside main rows: f_η(M) + P_j, [B, n, H] -> [B, n·γ, H], the streams of a row together."""
+    def unit_embedding(self, tokens: Tensor | None) -> Tensor:
+        """Embeddings at RMS 1: int64 [...] -> [..., H]; of the whole draft vocabulary, [Vd, H], for None."""
+        weight: Tensor = self.decoder.embed_tokens.weight
+        if tokens is None and self.config is not None and self.config.draft_vocab_size:
+            tokens = self.draft_vocab
+        found = (weight if tokens is None else nn.functional.embedding(tokens, weight)).float()
+        return found * torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + 1e-12)
+
+    def enter(self, state: Tensor, corrections: Tensor | None = None) -> Tensor:
+        """Stream rows that start beside main rows: f_η(M) + P_j, the streams of a row together.
+
+        Args:
+            state: [B, n, H].
+            corrections: int64 [B, n], the tokens that follow those rows; for delayed placement only.
+
+        Returns:
+            [B, n·γ, H].
+        """
         assert self.config is not None
+        start = state
         if self.config.entry_rank:
             low = nn.functional.linear(state, self.entry_down.to(state.dtype))
-            state = state + nn.functional.linear(low, self.entry_up.to(state.dtype))
-        streams = state.unsqueeze(2) + self.stream_vectors.to(state.dtype)
+            start = start + nn.functional.linear(low, self.entry_up.to(state.dtype))
+        if self.config.placement == "delayed":
+            assert corrections is not None
+            low = nn.functional.linear(self.unit_embedding(corrections), self.correction_down)
+            start = start + nn.functional.linear(low, self.correction_up).to(state.dtype)
+        streams = start.unsqueeze(2) + self.stream_vectors.to(state.dtype)
         return streams.reshape(state.shape[0], -1, state.shape[2])
+
+    def pair_tables(self) -> tuple[Tensor, Tensor]:
+        """A E[p] and B E[v] of the draft vocabulary, fp32 [Vd, r] each; fixed once training ends."""
+        unit = self.unit_embedding(None)
+        return nn.functional.linear(unit, self.pair_parent), nn.functional.linear(unit, self.pair_child)
+
+    def pair_context(self, states: Tensor) -> Tensor:
+        """C norm(S): stream states after the last layer [..., H] -> fp32 [..., r]."""
+        return nn.functional.linear(self.decoder.norm(states).float(), self.pair_state)
 
     def prune_logits(self, entry: Tensor) -> Tensor:
         """Early next-token scores of the pruning adapter (PMLR v262, section 3.3): z = H(norm(M + o_θ M)), [..., H] -> [..., Vd]."""
@@ -217,12 +274,13 @@ class StreamModel(nn.Module):
         final = self.run_layers(first, cache.first_kept, self.num_layers, positions, cache)
         return MainPass(first, final, cache.keys, cache.values)
 
-    def stream_pass(self, main: MainPass, anchors: Tensor) -> Tensor:
+    def stream_pass(self, main: MainPass, anchors: Tensor, corrections: Tensor | None = None) -> Tensor:
         """Streams beside chosen rows of a batch.
 
         Args:
             main: the batch's main rows.
             anchors: int64 [B, n], rows that carry streams (repeat any row for padding).
+            corrections: int64 [B, n], the tokens after them; for delayed placement only.
 
         Returns:
             States after the last layer, [B, n, γ, H].
@@ -230,7 +288,7 @@ class StreamModel(nn.Module):
         assert self.config is not None
         batch, count = anchors.shape
         gamma = self.config.num_streams
-        hidden = self.enter(main.entry.gather(1, anchors.unsqueeze(2).expand(-1, -1, main.entry.shape[2])))
+        hidden = self.enter(main.entry.gather(1, anchors.unsqueeze(2).expand(-1, -1, main.entry.shape[2])), corrections)
         offsets = torch.arange(1, gamma + 1, device=anchors.device)
         positions = (anchors.unsqueeze(2) + offsets).reshape(batch, -1)
         cache = _BesideCache(main, anchors, gamma, self.entry_layer)
@@ -243,7 +301,7 @@ class StreamModel(nn.Module):
         """Everything that makes streams: vectors, entry map, pruning adapter, LoRA of stream rows."""
         if self.config is None:
             return {}
-        found = {name: getattr(self, name) for name in ("stream_vectors", "entry_down", "entry_up", "prune_down", "prune_up")}
+        found = {name: getattr(self, name) for name in SMALL_PARAMETERS}
         for name, module in self.decoder.named_modules():
             if isinstance(module, LoraLinear) and module.gate is not None:
                 found |= {f"{name}.lora_A": module.lora_A, f"{name}.lora_B": module.lora_B}

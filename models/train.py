@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,14 +25,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specstream.models.adapter import Adapter, default_targets, main_tensors, merge_main, stream_tensors, wrap_main
-from specstream.models.config import BaseIdentity, Mode, StreamConfig
+from specstream.models.config import BaseIdentity, Mode, Placement, StreamConfig
 from specstream.models.data import Batch, TokenRow, draft_vocabulary, make_batch, plan_batches
 from specstream.models.errors import UserError
 from specstream.models.lora import unwrap
 from specstream.models.loss import Targets, main_loss_sum, stream_sums
+from specstream.models.main_cache import MainCache
 from specstream.models.stream_model import StreamModel
 
 Stage = Literal["main", "streams", "joint"]
+
+VECTOR_SCALE = 0.1  # standard deviation of stream vectors at the start, in units of the entry states' RMS
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class TrainOptions:
             the first step on wreck a small model's main stream.
         targets: ``model``: the model's own distribution; ``reference``: the tokens of the rows (the papers).
         segment: anchors a row whose streams are in memory at once.
+        placement, correction_rank, pair_rank: see :class:`StreamConfig`; the ranks count for delayed placement only.
+        kept_rows: rows that streams on a frozen base are trained on, chosen by the seed, their main passes kept in memory from
+            the first visit on; 0 takes all rows and keeps none.
         precision: of the base's weights and activations while training.
     """
 
@@ -64,7 +71,11 @@ class TrainOptions:
     stream_rank: int = 8
     main_rank: int = 8
     entry_rank: int = 0
-    prune_rank: int = 8
+    prune_rank: int = 0
+    placement: Placement = "delayed"
+    correction_rank: int = 64
+    pair_rank: int = 48
+    kept_rows: int = 2048
     top_k: int = 8
     draft_vocab_size: int = 8192
     stream_decay: float = 0.85
@@ -85,6 +96,9 @@ class TrainOptions:
             problems.append("shared needs a main_rank of at least 1")
         if self.mode != "shared" and self.stream_rank < 1:
             problems.append("stream_rank must be at least 1")
+        if self.placement == "delayed" and self.correction_rank < 1:
+            problems.append("delayed placement needs a correction_rank of at least 1")
+        problems += [f"{name} must be 0 or more" for name in ("kept_rows", "pair_rank") if getattr(self, name) < 0]
         problems += [f"{name} must be above 0" for name in ("learning_rate", "main_learning_rate") if getattr(self, name) <= 0]
         if problems:
             raise UserError("training options: " + "; ".join(problems))
@@ -137,6 +151,9 @@ def stream_config(options: TrainOptions, base: BaseIdentity, **main: Any) -> Str
         prune_rank=options.prune_rank,
         draft_vocab_size=0 if options.draft_vocab_size >= base.vocab_size else options.draft_vocab_size,
         entry_rank=options.entry_rank,
+        placement=options.placement,
+        correction_rank=options.correction_rank if options.placement == "delayed" else 0,
+        pair_rank=options.pair_rank if options.placement == "delayed" else 0,
         **main,
     )
 
@@ -253,7 +270,7 @@ class _Run:
         for parameter in parameters.values():
             parameter.data = parameter.data.float()
 
-        def step(batch: Batch, part: Batch) -> dict[str, Tensor]:
+        def step(batch: Batch, part: Batch, _own: list[int]) -> dict[str, Tensor]:
             # Divided by the whole batch's count, so that processes' parts simply add up.
             loss = main_loss_sum(model, model.main_pass(part.ids), part) / float(batch.counts.sum())
             loss.backward()
@@ -278,12 +295,18 @@ class _Run:
         weights = self.options.stream_weights()
         token_index = self.token_index(model)
 
-        def step(batch: Batch, part: Batch) -> dict[str, Tensor]:
-            with torch.no_grad():
-                rows = model.main_pass(part.ids)
+        kept = self.options.kept_rows
+        cache = MainCache(model, self.rows) if kept else None
+
+        def step(batch: Batch, part: Batch, own: list[int]) -> dict[str, Tensor]:
+            if cache is not None:
+                rows = cache.batch(own, part.ids.shape[1])
+            else:
+                with torch.no_grad():
+                    rows = model.main_pass(part.ids)
             return self.stream_step(model, rows, batch, part, weights, token_index)
 
-        self.loop("streams", self.options.steps, parameters, self.stream_groups(parameters), step)
+        self.loop("streams", self.options.steps, parameters, self.stream_groups(parameters), step, kept)
         return Trained(config, main | stream_tensors(model), model, self.accelerator.is_main_process)
 
     def joint(self) -> Trained:
@@ -300,7 +323,7 @@ class _Run:
         weights = self.options.stream_weights()
         token_index = self.token_index(model)
 
-        def step(batch: Batch, part: Batch) -> dict[str, Tensor]:
+        def step(batch: Batch, part: Batch, _own: list[int]) -> dict[str, Tensor]:
             ramp = min(1.0, 2.0 * self.stage_step / self.options.steps)
             rows = model.main_pass(part.ids)
             leaves = rows.detach()
@@ -330,15 +353,17 @@ class _Run:
             entry = model.main_pass(batch.ids.to(self.accelerator.device)).entry.float()
             anchors = batch.anchors.to(entry.device).unsqueeze(2).expand(-1, -1, entry.shape[2])
             self.entry_rms = float(entry.gather(1, anchors).pow(2).mean(-1).sqrt().median())
-            model.stream_vectors.copy_(torch.randn(model.stream_vectors.shape) * 0.3 * self.entry_rms)
+            model.stream_vectors.copy_(torch.randn(model.stream_vectors.shape) * VECTOR_SCALE * self.entry_rms)
         for parameter in model.stream_parameters().values():
             parameter.data = parameter.data.float()
         return model
 
     def stream_groups(self, parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
         rate = self.options.learning_rate
-        vectors = [p for n, p in parameters.items() if n == "stream_vectors"]
-        others = [p for n, p in parameters.items() if n != "stream_vectors"]
+        # What is added to the entry state must grow to its size.
+        large = ("stream_vectors", "correction_up")
+        vectors = [p for n, p in parameters.items() if n in large]
+        others = [p for n, p in parameters.items() if n not in large]
         return [{"params": others, "lr": rate}, {"params": vectors, "lr": rate * max(1.0, 0.3 * self.entry_rms)}]
 
     def token_index(self, model: StreamModel) -> Tensor | None:
@@ -358,20 +383,34 @@ class _Run:
         anchors_total = float(batch.counts.sum())
         sums = torch.zeros(gamma)
         correct = torch.zeros(gamma)
-        prune = torch.zeros(())
+        prune, pair = torch.zeros(()), torch.zeros(())
+        pair_total = float((totals.sum() - totals[0]).clamp(min=1))
         for first in range(0, part.anchors.shape[1], self.options.segment):
             piece = stream_sums(model, main, part, first, first + self.options.segment, self.options.targets, token_index)
-            loss = (weights.to(totals.device) * piece.losses / totals).sum() + piece.prune / anchors_total
+            loss = (weights.to(totals.device) * piece.losses / totals).sum() + piece.prune / anchors_total + piece.pair / pair_total
             loss.backward()
             sums += (piece.losses.detach() / totals).cpu()
             correct += (piece.correct / totals).cpu()
             prune = prune + (piece.prune.detach() / anchors_total).cpu()
-        return {"stream_loss": sums, "stream_accuracy": correct, "prune_loss": prune}
+            pair = pair + (piece.pair.detach() / pair_total).cpu()
+        figures = {"stream_loss": sums, "stream_accuracy": correct}
+        assert model.config is not None
+        if model.config.prune_rank:
+            figures["prune_loss"] = prune
+        if model.config.pair_rank:
+            figures["pair_loss"] = pair
+        return figures
 
     # The loop
 
-    def plan(self, stage: str, epoch: int) -> list[list[int]]:
-        return plan_batches(self.lengths, self.options.batch_size, self.options.seed * 1000 + len(stage), epoch)
+    def plan(self, stage: str, epoch: int, kept: int = 0) -> list[list[int]]:
+        """Batches of an epoch, over a fixed choice of ``kept`` rows, or over all for 0."""
+        pool = list(range(len(self.rows)))
+        if 0 < kept < len(pool):
+            pool = sorted(random.Random(f"{self.options.seed}/kept").sample(pool, kept))
+        seed = self.options.seed * 1000 + len(stage)
+        batches = plan_batches([self.lengths[i] for i in pool], self.options.batch_size, seed, epoch)
+        return [[pool[i] for i in batch] for batch in batches]
 
     def loop(
         self,
@@ -379,9 +418,10 @@ class _Run:
         steps: int,
         parameters: dict[str, nn.Parameter],
         groups: list[dict[str, Any]],
-        step_function: Callable[[Batch, Batch], dict[str, Tensor]],
+        step_function: Callable[[Batch, Batch, list[int]], dict[str, Tensor]],
+        kept: int = 0,
     ) -> None:
-        """Run a stage from its checkpoint, or from the start, to its last step."""
+        """Run a stage from its checkpoint, or from the start, to its last step; ``kept`` as for :meth:`plan`."""
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
@@ -389,7 +429,7 @@ class _Run:
         first, spent = self.restore(stage, parameters, optimizer, schedule)
         self.steps_done += first
         begun = time.monotonic() - spent
-        per_epoch = len(self.plan(stage, 0))
+        per_epoch = len(self.plan(stage, 0, kept))
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         epoch, order = -1, []
         figures: dict[str, Any] = {}
@@ -397,14 +437,14 @@ class _Run:
             self.stage_step = number
             if number // per_epoch != epoch:
                 epoch = number // per_epoch
-                order = self.plan(stage, epoch)
-            chosen = [self.rows[i] for i in order[number % per_epoch]]
-            batch = make_batch(chosen)
+                order = self.plan(stage, epoch, kept)
+            chosen = order[number % per_epoch]
+            batch = make_batch([self.rows[i] for i in chosen])
             # A process without a row of its own (a batch smaller than the processes) still takes part in the sums.
             own = chosen[rank::world]
             optimizer.zero_grad(set_to_none=False)
-            part = _to(make_batch(own), self.accelerator.device) if own else None
-            got = step_function(batch, part) if part is not None else {}
+            part = _to(make_batch([self.rows[i] for i in own]), self.accelerator.device) if own else None
+            got = step_function(batch, part, own) if part is not None else {}
             got = self.share(got, parameters, stage)
             norm = nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
             optimizer.step()
@@ -432,7 +472,9 @@ class _Run:
         names = {"main": ["main_loss"], "streams": [], "joint": ["main_loss"]}[stage]
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
         if stage != "main":
-            shapes |= {"stream_loss": (gamma,), "stream_accuracy": (gamma,), "prune_loss": ()}
+            shapes |= {"stream_loss": (gamma,), "stream_accuracy": (gamma,)}
+            shapes |= {"prune_loss": ()} if self.options.prune_rank else {}
+            shapes |= {"pair_loss": ()} if self.options.placement == "delayed" and self.options.pair_rank else {}
         device = self.accelerator.device
         pieces = [figures.get(name, torch.zeros(shape)).to(device).reshape(-1).float() for name, shape in shapes.items()]
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters.values()]

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import click
 
-from specstream.models.config import Mode
+from specstream.models.config import Mode, Placement
 from specstream.toolchain.report import json_option, write_report
 
 
@@ -32,8 +32,20 @@ from specstream.toolchain.report import json_option, write_report
 @click.option("--main-lr", "main_learning_rate", type=float, default=1e-3, show_default=True, help="Peak learning rate of the fine-tune.")
 @click.option("--num-streams", type=int, default=6, show_default=True, help="Streams beside a row (γ).")
 @click.option("--stream-layers", type=int, default=0, help="Top layers that run streams (N_s).  [default: a third of the layers]")
+@click.option(
+    "--placement",
+    type=click.Choice(get_args(Placement)),
+    default="delayed",
+    show_default=True,
+    help="delayed: streams run after acceptance and know the correction token; fused: beside the tree (the papers).",
+)
 @click.option("--stream-rank", type=int, default=8, show_default=True, help="LoRA rank on stream rows.")
 @click.option("--main-rank", type=int, default=8, show_default=True, help="LoRA rank of the fine-tune.")
+@click.option("--entry-rank", type=int, default=0, show_default=True, help="Rank of the entry map f_η; 0 is the identity.")
+@click.option("--correction-rank", type=int, default=64, show_default=True, help="Rank of the correction token's map (delayed).")
+@click.option("--pair-rank", type=int, default=48, show_default=True, help="Rank of the head that re-scores by parent token (delayed).")
+@click.option("--prune-rank", type=int, default=0, show_default=True, help="Rank of the pruning adapter o_θ; 0: none.")
+@click.option("--kept-rows", type=int, default=2048, show_default=True, help="Rows for streams, their main states kept; 0: all, none kept.")
 @click.option("--top-k", type=int, default=8, show_default=True, help="Candidates a stream returns (k).")
 @click.option("--draft-vocab", "draft_vocab_size", type=int, default=8192, show_default=True, help="Tokens streams choose from; 0 for all.")
 @click.option("--stream-decay", type=float, default=0.85, show_default=True, help="Loss weight of stream j+1 relative to stream j.")
