@@ -4,6 +4,9 @@ One call takes T main rows (a prompt chunk or a tree: root first, primary chain 
 score and S rows that carry streams. The cache has capacity C and is bound in place: a ``past_key_values`` input and its
 ``present`` output are the same memory. Rows past..past+T hold the main rows after the call; stream rows use the S·γ slots
 behind them as scratch.
+
+Delayed placement: the main graph has no stream rows; it also returns the states at which streams enter. A second graph runs
+the γ streams of one committed row through the top layers, on the caches of those layers, with its scratch rows behind them.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ NEXT_IDS: Final = "next_ids"  # int64 [L]: argmax of the logits
 LOGITS: Final = "logits"  # float [L, V]
 STREAM_IDS: Final = "stream_ids"  # int64 [S, γ, k]: top-k tokens of each stream, best first
 STREAM_LOGPROBS: Final = "stream_logprobs"  # float [S, γ, k]
+
+# Delayed placement
+ENTRY_STATES: Final = "entry_states"  # main graph, float [T, H]: states at layer N - N_s
+ENTRY_STATE: Final = "entry_state"  # streams' graph, float [1, H]: of the last committed row
+ROOT_ID: Final = "root_id"  # streams' graph, int64 [1]: the token that follows that row, root of the next tree
+STREAM_PAIRS: Final = "stream_pairs"  # float [1, γ, k, k]: [0, j, a, b] adds to candidate b of stream j + 1 below candidate a of stream j
 
 
 def past_key(layer: int) -> str:

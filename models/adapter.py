@@ -151,6 +151,7 @@ def build_stream_model(base: PreTrainedModel, adapter: Adapter | None) -> Stream
     merge_main(base, adapter)
     model = StreamModel(base, adapter.config)
     load_streams(model, adapter.tensors)
+    model.freeze()
     return model.eval().requires_grad_(False)
 
 

@@ -26,7 +26,7 @@ states; nothing of tokenizers, files or training.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from specstream.models.attention import ATTENTION_NAME, Cache, dense_attention
 from specstream.models.config import StreamConfig
-from specstream.models.lora import LoraLinear, RowGate, linear_names, wrap
+from specstream.models.lora import LoraLinear, RowGate, linear_names, unwrap, wrap
 
 # All trained parameters of the streams but their LoRA.
 SMALL_PARAMETERS = (
@@ -54,12 +54,25 @@ SMALL_PARAMETERS = (
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What one call returns (graph contract v1). Stream fields are None in a model without streams."""
+    """What one call returns (graph contract v1). Stream fields are None in a model without streams.
+
+    ``entry`` has the states at which streams enter, for delayed placement only.
+    """
 
     next_ids: Tensor  # int64 [L]
     logits: Tensor  # float [L, V]
     stream_ids: Tensor | None  # int64 [S, γ, k]
     stream_logprobs: Tensor | None  # float [S, γ, k]
+    entry: Tensor | None = None  # float [T, H]
+
+
+@dataclass(frozen=True)
+class DraftTensors:
+    """What the streams' own pass returns (graph contract v1, delayed placement)."""
+
+    stream_ids: Tensor  # int64 [1, γ, k]
+    stream_logprobs: Tensor  # float [1, γ, k]
+    stream_pairs: Tensor | None  # float [1, γ, k, k]; None without a pair head
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,8 @@ class StreamModel(nn.Module):
         self.pair_child = nn.Parameter(torch.zeros(config.pair_rank, hidden))
         self.prune_down = nn.Parameter(torch.randn(config.prune_rank, hidden) / hidden**0.5)
         self.prune_up = nn.Parameter(torch.zeros(hidden, config.prune_rank))
+        self.correction_table: Tensor | None = None  # see freeze
+        self._pair_tables: tuple[Tensor, Tensor] | None = None
         self.register_buffer("draft_vocab", torch.zeros(config.draft_vocab_size, dtype=torch.int64), persistent=False)
         if config.stream_rank:
             for index in range(self.entry_layer, self.num_layers):
@@ -192,15 +207,36 @@ class StreamModel(nn.Module):
             start = start + nn.functional.linear(low, self.entry_up.to(state.dtype))
         if self.config.placement == "delayed":
             assert corrections is not None
-            low = nn.functional.linear(self.unit_embedding(corrections), self.correction_down)
+            if self.correction_table is not None:
+                low = nn.functional.embedding(corrections, self.correction_table)
+            else:
+                low = nn.functional.linear(self.unit_embedding(corrections), self.correction_down)
             start = start + nn.functional.linear(low, self.correction_up).to(state.dtype)
         streams = start.unsqueeze(2) + self.stream_vectors.to(state.dtype)
         return streams.reshape(state.shape[0], -1, state.shape[2])
 
     def pair_tables(self) -> tuple[Tensor, Tensor]:
-        """A E[p] and B E[v] of the draft vocabulary, fp32 [Vd, r] each; fixed once training ends."""
+        """A E[p] and B E[v] of the draft vocabulary, fp32 [Vd, r] each."""
+        if self._pair_tables is not None:
+            return self._pair_tables
         unit = self.unit_embedding(None)
         return nn.functional.linear(unit, self.pair_parent), nn.functional.linear(unit, self.pair_child)
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Compute what depends on parameters and tokens alone, once parameters no longer change: rows of small tables are then
+        looked up instead of computed from embeddings."""
+        if self.config is None or self.config.placement != "delayed":
+            return
+        everything = torch.arange(self.config.base.vocab_size)
+        self.correction_table = nn.functional.linear(self.unit_embedding(everything), self.correction_down)
+        if self.config.pair_rank:
+            self._pair_tables = self.pair_tables()
+
+    def merge_streams(self) -> None:
+        """Add the streams' LoRA to the weights of the top layers, in place: main rows are wrong from then on."""
+        for layer in self.decoder.layers[self.entry_layer :]:
+            unwrap(layer, merge=True)
 
     def pair_context(self, states: Tensor) -> Tensor:
         """C norm(S): stream states after the last layer [..., H] -> fp32 [..., r]."""
@@ -229,13 +265,17 @@ class StreamModel(nn.Module):
             position_ids: int64 [1, T].
             tree_mask: bool [T, T], row i may see row j.
             logit_rows: int64 [L], rows to score.
-            stream_rows: int64 [S], rows that carry streams; None in a model without streams.
+            stream_rows: int64 [S], rows that carry streams; None in a model without streams or with delayed ones.
             cache: committed rows.
         """
         positions = position_ids[0]
         hidden = self.embed(input_ids)
         self.gate.rows = None
         cache.set_rows(positions, tree_mask)
+        if self.config is not None and self.config.placement == "delayed":
+            entry = self.run_layers(hidden, 0, self.entry_layer, position_ids, cache)
+            hidden = self.run_layers(entry, self.entry_layer, self.num_layers, position_ids, cache)
+            return replace(self._outputs(hidden[0, logit_rows], None), entry=entry[0])
         if self.config is None or stream_rows is None:
             hidden = self.run_layers(hidden, 0, self.num_layers, position_ids, cache)
             return self._outputs(hidden[0, logit_rows], None)
@@ -255,13 +295,47 @@ class StreamModel(nn.Module):
         next_ids = torch.argmax(logits, dim=-1)
         if streams is None or self.config is None:
             return StepTensors(next_ids, logits, None, None)
+        ids, logprobs, _ = self._candidates(streams)
+        shape = (-1, self.config.num_streams, self.config.top_k)
+        return StepTensors(next_ids, logits, ids.reshape(shape), logprobs.reshape(shape))
+
+    def _candidates(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Top k of each stream row [R, H]: token ids, log-probabilities, places in the draft vocabulary, [R, k] each."""
+        assert self.config is not None
         draft = self.draft_head(streams).float()
         best, index = torch.topk(draft, self.config.top_k, dim=-1)
         logprobs = best - torch.logsumexp(draft, dim=-1, keepdim=True)
-        if self.config.draft_vocab_size:
-            index = self.draft_vocab[index]
-        shape = (-1, self.config.num_streams, self.config.top_k)
-        return StepTensors(next_ids, logits, index.reshape(shape), logprobs.reshape(shape))
+        return self.draft_vocab[index] if self.config.draft_vocab_size else index, logprobs, index
+
+    # The streams' own pass: delayed placement
+
+    def draft(self, entry: Tensor, root_id: Tensor, past_length: Tensor, cache: Cache) -> DraftTensors:
+        """The streams of the last committed row, once the token after it is known.
+
+        Args:
+            entry: float [1, H], the row's state at layer N - N_s.
+            root_id: int64 [1], the token after it.
+            past_length: integer [1], committed rows, that row the last of them.
+            cache: of the top layers at least.
+        """
+        assert self.config is not None
+        gamma, top_k = self.config.num_streams, self.config.top_k
+        streams = self.enter(entry.unsqueeze(0), root_id.unsqueeze(0))
+        order = torch.arange(gamma, device=entry.device)
+        positions = past_length.to(torch.int64) + order  # the row itself stands at past - 1
+        cache.set_rows(positions, order.unsqueeze(1) >= order.unsqueeze(0))
+        self.gate.rows = True
+        states = self.run_layers(streams, self.entry_layer, self.num_layers, positions.unsqueeze(0), cache)[0]
+        self.gate.rows = None
+        ids, logprobs, index = self._candidates(states)
+        pairs = None
+        if self.config.pair_rank:
+            by_parent, by_child = self.pair_tables()
+            parents = nn.functional.embedding(index[:-1], by_parent)  # [γ - 1, k, r]: of streams 1 to γ - 1
+            mix = nn.functional.silu(parents + self.pair_context(states[1:]).unsqueeze(1))
+            scores = mix @ nn.functional.embedding(index[1:], by_child).transpose(1, 2)  # [γ - 1, k, k]
+            pairs = torch.cat([torch.zeros_like(scores[:1]) if gamma > 1 else scores.new_zeros(1, top_k, top_k), scores]).unsqueeze(0)
+        return DraftTensors(ids.unsqueeze(0), logprobs.unsqueeze(0), pairs)
 
     # Whole sequences, for training
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from specstream.export.contract import CONTRACT_VERSION, Profile
+from specstream.models.config import Placement
 from specstream.models.errors import UserError
 
 BUNDLE_FORMAT = 1
@@ -38,13 +39,15 @@ class ModelInfo:
 class StreamInfo:
     """The streams in the graph. ``parameters`` counts what they add; ``main_parameters`` the fine-tune of all rows.
 
-    ``calibration`` has one temperature for each stream (see :func:`specstream.runtimes.drafters.calibrate`).
+    ``graph`` is the file of the streams' own pass when ``placement`` is ``delayed``, else None. ``calibration`` has one
+    temperature for each stream (see :func:`specstream.runtimes.drafters.calibrate`).
     """
 
     num_streams: int
     stream_layers: int
     top_k: int
-    placement: str
+    placement: Placement
+    graph: str | None
     mode: str
     draft_vocab_size: int
     parameters: int

@@ -19,8 +19,10 @@ import onnxruntime as ort
 from specstream.export import contract
 from specstream.models.errors import UserError
 from specstream.runtimes.bundle import Bundle
-from specstream.runtimes.session import Rows, StepOutput
+from specstream.runtimes.session import DraftOutput, Rows, StepOutput
 from specstream.runtimes.tree import FloatArray
+
+Sizes = dict[str, dict[int, int]]  # of a graph's value, by name and axis
 
 FIRST_ALLOCATION = 512  # rows of cache at the start when no capacity is asked for; it doubles from there
 
@@ -52,10 +54,21 @@ class OrtSession:
         self.vocab_size = model.vocab_size
         self.num_streams = streams.num_streams if streams else 0
         self.top_k = streams.top_k if streams else 0
+        self.delayed = streams is not None and streams.placement == "delayed"
         self._layers = model.num_layers
+        self._hidden = model.hidden_size
         self._cache_shape = (model.num_kv_heads, model.head_dim)
-        self._session = _load_graph(bundle, self.threads)
+        self._draft_binding: ort.IOBinding | None = None
+        self._session = _load_graph(bundle, bundle.manifest.graph, self.threads)
+        self._draft_session: ort.InferenceSession | None = None
+        self._first_draft_layer = model.num_layers - (streams.stream_layers if streams else 0)
+        if streams is not None and streams.graph is not None:
+            self._draft_session = _load_graph(bundle, streams.graph, self.threads)
+        self._has_pairs = self._draft_session is not None and any(
+            o.name == contract.STREAM_PAIRS for o in self._draft_session.get_outputs()
+        )
         self._check_contract(bundle)
+        self._committed: int | None = None  # row of the last call that was committed last
         self._last_rows = 0  # rows of the last call that a commit may name
         self._allocate(capacity or min(FIRST_ALLOCATION, model.context_length))
 
@@ -68,8 +81,8 @@ class OrtSession:
     def run(self, rows: Rows, logits: bool = False) -> StepOutput:
         """See :meth:`Session.run`."""
         num_rows, num_streamed = len(rows.input_ids), len(rows.stream_rows)
-        if num_streamed and not self.num_streams:
-            raise ValueError("stream rows given to a graph without streams")
+        if num_streamed and (self.delayed or not self.num_streams):
+            raise ValueError("stream rows given to a graph without streams beside its rows")
         self._reserve(self.length + num_rows + num_streamed * self.num_streams)
         num_scored = len(rows.logit_rows)
         binding = self._binding(logits, num_streamed > 0)
@@ -80,13 +93,16 @@ class OrtSession:
             contract.PAST_LENGTH: np.array([self.length], dtype=np.int32),
             contract.LOGIT_ROWS: rows.logit_rows,
         }
-        if self.num_streams:
+        if self.num_streams and not self.delayed:
             inputs[contract.STREAM_ROWS] = rows.stream_rows
         for name, array in inputs.items():
             binding.bind_ortvalue_input(name, _view(np.ascontiguousarray(array)))
         # Outputs that are not bound are not fetched: nobody pays for logits that greedy decoding does not read.
         next_ids = np.empty(num_scored, dtype=np.int64)
         outputs: dict[str, npt.NDArray[Any]] = {contract.NEXT_IDS: next_ids}
+        if self.delayed:
+            self._entry: FloatArray = np.empty((num_rows, self._hidden), dtype=np.float32)
+            outputs[contract.ENTRY_STATES] = self._entry
         if logits:
             outputs[contract.LOGITS] = np.empty((num_scored, self.vocab_size), dtype=np.float32)
         if num_streamed:
@@ -96,7 +112,7 @@ class OrtSession:
         for name, array in outputs.items():
             binding.bind_ortvalue_output(name, _view(array))
         self._session.run_with_iobinding(binding)
-        self._last_rows = num_rows
+        self._last_rows, self._committed = num_rows, None
         return StepOutput(
             next_ids=next_ids,
             logits=outputs.get(contract.LOGITS),
@@ -104,12 +120,39 @@ class OrtSession:
             stream_logprobs=outputs.get(contract.STREAM_LOGPROBS),
         )
 
+    def draft(self, token: int) -> DraftOutput:
+        """See :meth:`Session.draft`."""
+        if self._draft_session is None:
+            raise ValueError("this bundle's streams have no pass of their own")
+        row = self._committed
+        if row is None:
+            raise ValueError("draft without a row committed by the last call")
+        self._reserve(self.length + self.num_streams)
+        if self._draft_binding is None:
+            self._draft_binding = self._draft_session.io_binding()
+            self._bind_cache(self._draft_binding, range(self._first_draft_layer, self._layers))
+        binding = self._draft_binding
+        shape = (1, self.num_streams, self.top_k)
+        ids, logprobs = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
+        pairs = np.empty((*shape, self.top_k), dtype=np.float32) if self._has_pairs else None
+        for name, given in (
+            (contract.ENTRY_STATE, self._entry[row : row + 1]),
+            (contract.ROOT_ID, np.array([token], dtype=np.int64)),
+            (contract.PAST_LENGTH, np.array([self.length], dtype=np.int32)),
+        ):
+            binding.bind_ortvalue_input(name, _view(given))
+        for name, result in ((contract.STREAM_IDS, ids), (contract.STREAM_LOGPROBS, logprobs), (contract.STREAM_PAIRS, pairs)):
+            if result is not None:
+                binding.bind_ortvalue_output(name, _view(result))
+        self._draft_session.run_with_iobinding(binding)
+        return DraftOutput(ids[0], logprobs[0], None if pairs is None else pairs[0])
+
     def commit(self, rows: Sequence[int]) -> None:
         """See :meth:`Session.commit`. Rows that lie where they belong (plain decoding, the primary chain) are not touched."""
         kept = np.asarray(rows, dtype=np.int64)
         if len(kept) and (kept[0] < 0 or kept[-1] >= self._last_rows or (np.diff(kept) <= 0).any()):
             raise ValueError(f"commit of rows {kept.tolist()} after a call of {self._last_rows}: ascending row numbers expected")
-        self._last_rows = 0
+        self._last_rows, self._committed = 0, int(kept[-1]) if len(kept) else None
         moved = np.flatnonzero(kept != np.arange(len(kept)))
         if len(moved):
             first, past = int(moved[0]), self.length
@@ -121,7 +164,7 @@ class OrtSession:
         if not 0 <= length <= self.length:
             raise ValueError(f"rewind to {length}: the cache has {self.length} rows")
         self.length = length
-        self._last_rows = 0
+        self._last_rows, self._committed = 0, None
 
     def _reserve(self, rows: int) -> None:
         """Make room for ``rows`` of cache: doubling copies each row once on average, and only committed ones."""
@@ -139,39 +182,55 @@ class OrtSession:
         # Zeros, not empty: rows that no mask lets through still meet a product with 0 in some kernels, and 0 · NaN is NaN.
         self.cache: FloatArray = np.zeros((self._layers, 2, 1, heads, rows, head_dim), dtype=np.float32)
         self._bindings: dict[tuple[bool, bool], ort.IOBinding] = {}
+        self._draft_binding = None
 
     def _binding(self, logits: bool, streams: bool) -> ort.IOBinding:
         """The binding that returns these outputs; each kind has its own, since a bound output cannot be unbound alone."""
         binding = self._bindings.get((logits, streams))
         if binding is None:
             binding = self._bindings[logits, streams] = self._session.io_binding()
-            for layer in range(self._layers):
-                key, value = _view(self.cache[layer, 0]), _view(self.cache[layer, 1])
-                binding.bind_ortvalue_input(contract.past_key(layer), key)
-                binding.bind_ortvalue_input(contract.past_value(layer), value)
-                binding.bind_ortvalue_output(contract.present_key(layer), key)
-                binding.bind_ortvalue_output(contract.present_value(layer), value)
+            self._bind_cache(binding, range(self._layers))
         return binding
 
+    def _bind_cache(self, binding: ort.IOBinding, layers: range) -> None:
+        """Past and present of each layer: the same slice of the cache."""
+        for layer in layers:
+            key, value = _view(self.cache[layer, 0]), _view(self.cache[layer, 1])
+            binding.bind_ortvalue_input(contract.past_key(layer), key)
+            binding.bind_ortvalue_input(contract.past_value(layer), value)
+            binding.bind_ortvalue_output(contract.present_key(layer), key)
+            binding.bind_ortvalue_output(contract.present_value(layer), value)
+
     def _check_contract(self, bundle: Bundle) -> None:
-        """Compare the graph with contract v1 and the manifest before the first call; all problems at once."""
-        layers = range(self._layers)
-        kv_heads, head_dim = self._cache_shape
-        cache_shape = {1: kv_heads, 3: head_dim}
-        inputs: dict[str, dict[int, int]] = {
+        """Compare the graphs with contract v1 and the manifest before the first call."""
+        inputs: Sizes = {
             name: {} for name in (contract.INPUT_IDS, contract.POSITION_IDS, contract.TREE_MASK, contract.PAST_LENGTH, contract.LOGIT_ROWS)
         }
-        outputs: dict[str, dict[int, int]] = {contract.NEXT_IDS: {}, contract.LOGITS: {1: self.vocab_size}}
-        if self.num_streams:
+        outputs: Sizes = {contract.NEXT_IDS: {}, contract.LOGITS: {1: self.vocab_size}}
+        if self.num_streams and not self.delayed:
             inputs[contract.STREAM_ROWS] = {}
             outputs |= {name: {1: self.num_streams, 2: self.top_k} for name in (contract.STREAM_IDS, contract.STREAM_LOGPROBS)}
-        inputs |= {name(i): cache_shape for i in layers for name in (contract.past_key, contract.past_value)}
-        outputs |= {name(i): cache_shape for i in layers for name in (contract.present_key, contract.present_value)}
+        if self.delayed:
+            outputs[contract.ENTRY_STATES] = {1: self._hidden}
+        self._check_graph(bundle.path(bundle.manifest.graph), self._session, inputs, outputs, range(self._layers))
+        if self._draft_session is not None:
+            assert bundle.manifest.streams is not None
+            assert bundle.manifest.streams.graph is not None
+            inputs = {contract.ENTRY_STATE: {1: self._hidden}, contract.ROOT_ID: {}, contract.PAST_LENGTH: {}}
+            outputs = {name: {1: self.num_streams, 2: self.top_k} for name in (contract.STREAM_IDS, contract.STREAM_LOGPROBS)}
+            if self._has_pairs:
+                outputs[contract.STREAM_PAIRS] = {1: self.num_streams, 2: self.top_k, 3: self.top_k}
+            layers = range(self._first_draft_layer, self._layers)
+            self._check_graph(bundle.path(bundle.manifest.streams.graph), self._draft_session, inputs, outputs, layers)
+
+    def _check_graph(self, file: Path, session: ort.InferenceSession, inputs: Sizes, outputs: Sizes, layers: range) -> None:
+        """Names, and sizes by axis, of a graph's inputs and outputs, the caches of ``layers`` among them; all problems at once."""
+        kv_heads, head_dim = self._cache_shape
+        cache_shape = {1: kv_heads, 3: head_dim}
+        inputs = inputs | {name(i): cache_shape for i in layers for name in (contract.past_key, contract.past_value)}
+        outputs = outputs | {name(i): cache_shape for i in layers for name in (contract.present_key, contract.present_value)}
         problems = []
-        for kind, expected, found in (
-            ("input", inputs, self._session.get_inputs()),
-            ("output", outputs, self._session.get_outputs()),
-        ):
+        for kind, expected, found in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
             shapes = {value.name: value.shape for value in found}
             problems += [f"no {kind} {name}" for name in expected if name not in shapes]
             problems += [f"unexpected {kind} {name}" for name in shapes if name not in expected and kind == "input"]
@@ -184,7 +243,7 @@ class OrtSession:
         if problems:
             more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
             raise UserError(
-                f"{bundle.path(bundle.manifest.graph)}: not the graph that the manifest describes (contract v{contract.CONTRACT_VERSION}): "
+                f"{file}: not the graph that the manifest describes (contract v{contract.CONTRACT_VERSION}): "
                 f"{'; '.join(problems[:4])}{more}; export it again"
             )
 
@@ -200,8 +259,8 @@ def _view(array: npt.NDArray[Any]) -> ort.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
-def _load_graph(bundle: Bundle, threads: int) -> ort.InferenceSession:
-    graph = bundle.path(bundle.manifest.graph)
+def _load_graph(bundle: Bundle, name: str, threads: int) -> ort.InferenceSession:
+    graph = bundle.path(name)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1

@@ -54,6 +54,22 @@ class StepOutput:
     stream_logprobs: FloatArray | None
 
 
+@dataclass(frozen=True, eq=False)
+class DraftOutput:
+    """Streams of a pass of their own (delayed placement).
+
+    Attributes:
+        stream_ids: int64 [γ, k], best first.
+        stream_logprobs: float32 [γ, k].
+        stream_pairs: float32 [γ, k, k]: [j, a, b] adds to candidate b of stream j + 1 below candidate a of stream j, before
+            renormalising; None when the streams have no pair head.
+    """
+
+    stream_ids: IntArray
+    stream_logprobs: FloatArray
+    stream_pairs: FloatArray | None
+
+
 class Session(Protocol):
     """A model with a cache. After :meth:`run` the cache is as long as before, until :meth:`commit` says which rows stay.
 
@@ -62,6 +78,7 @@ class Session(Protocol):
         capacity: rows that it can ever hold, scratch rows of streams included: length + T + S · γ must not exceed it.
         vocab_size: token ids are below it.
         num_streams: γ; 0 for a model without streams.
+        delayed: whether streams run in a pass of their own (:meth:`draft`) and not beside rows of a call.
         top_k: k candidates of each stream.
     """
 
@@ -75,6 +92,8 @@ class Session(Protocol):
     def num_streams(self) -> int: ...
     @property
     def top_k(self) -> int: ...
+    @property
+    def delayed(self) -> bool: ...
 
     def run(self, rows: Rows, logits: bool = False) -> StepOutput:
         """One call. Arrays of the result are valid until the next call.
@@ -93,6 +112,17 @@ class Session(Protocol):
 
     def rewind(self, length: int) -> None:
         """Forget all rows from ``length`` on."""
+        ...
+
+    def draft(self, token: int) -> DraftOutput:
+        """Delayed streams of the last committed row. Arrays of the result are valid until the next call.
+
+        Args:
+            token: the token after that row, root of the next tree.
+
+        Raises:
+            ValueError: streams are not delayed, the last row was not committed by the last call, or length + γ exceeds the capacity.
+        """
         ...
 
 
@@ -139,7 +169,7 @@ def prefill(
         past = session.length
         tokens = prompt_ids[past : past + chunk]
         last = past + len(tokens) == len(prompt_ids)
-        fits = len(prompt_ids) + session.num_streams <= session.capacity
+        fits = not session.delayed and len(prompt_ids) + session.num_streams <= session.capacity
         output = session.run(prompt_rows(tokens, past, streams=last and streams and fits), logits=logits and last)
         session.commit(range(len(tokens)))
         if last:

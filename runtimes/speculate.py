@@ -26,7 +26,7 @@ class Block:
     Attributes:
         tokens: emitted, a stop token included.
         rows: main rows of the verifying call; 0 for the prefill, which verifies nothing.
-        stream_rows: rows that carried streams.
+        stream_rows: rows that carried streams; 1 when delayed streams ran after the call.
         accepted: drafted tokens that were emitted.
         dropped: rows of the drafter's tree that could not be used (see :func:`sanitise`).
         finish_reason: set on the last block: ``stop`` (a stop token) or ``length`` (as many as asked for, or the cache is full).
@@ -119,6 +119,8 @@ def _blocks(
     if output.stream_ids is not None and output.stream_logprobs is not None:
         streams = Streams(output.stream_ids[0].copy(), output.stream_logprobs[0].copy(), len(prompt_ids) - 1)
     reason = _finish_reason(tokens, end, stop_ids, session)
+    if reason is None and draft_streams and session.delayed:
+        streams = _delayed(session, tokens, end)
     yield Block((tokens[-1],), 0, int(streams is not None), 0, 0, reason)
 
     while reason is None:
@@ -127,7 +129,7 @@ def _blocks(
         tree, dropped = sanitise(drafter.propose(context), context, session.vocab_size)
         # The last call needs no streams; near the capacity only as many rows carry them as fit.
         stream_rows = every_row(tree)[:0]
-        if draft_streams and left > 1:
+        if draft_streams and left > 1 and not session.delayed:
             fits = (room - len(tree)) // session.num_streams
             stream_rows = (policy(tree) if len(tree) > 1 else every_row(tree))[:fits]
         output = session.run(tree_rows(tree, past, stream_rows))
@@ -146,8 +148,22 @@ def _blocks(
             i = carrying[kept[deepest]]
             streams = Streams(output.stream_ids[i].copy(), output.stream_logprobs[i].copy(), past + deepest)
         reason = _finish_reason(tokens, end, stop_ids, session)
+        carried = len(stream_rows)
+        if draft_streams and session.delayed:
+            streams = _delayed(session, tokens, end) if reason is None else None
+            carried = int(streams is not None)
         # The correction after the last accepted row is the model's own; after a cut there is one drafted token fewer than rows.
-        yield Block(tuple(emitted), len(tree), len(stream_rows), len(emitted) - 1 + (len(accepted) > len(kept)), dropped, reason)
+        yield Block(tuple(emitted), len(tree), carried, len(emitted) - 1 + (len(accepted) > len(kept)), dropped, reason)
+
+
+def _delayed(session: Session, tokens: Sequence[int], end: int) -> Streams | None:
+    """Streams of the last committed row, for the tree below the last token; None where no draft can be used or the cache has no
+    room for them."""
+    if end - len(tokens) < 2 or session.length + session.num_streams > session.capacity:
+        return None
+    output = session.draft(tokens[-1])
+    pairs = None if output.stream_pairs is None else output.stream_pairs.copy()
+    return Streams(output.stream_ids.copy(), output.stream_logprobs.copy(), len(tokens) - 2, pairs)
 
 
 def sanitise(tree: TokenTree, context: DraftContext, vocab_size: int) -> tuple[TokenTree, int]:

@@ -98,7 +98,8 @@ def export_bundle(
                 vocab_size=sizes.vocab_size,
             )
             check_base(fused, like, adapter)
-        writer.reserve(4 * _count_parameters(config) + SPARE_BYTES)
+        again = fused.config.stream_layers / sizes.num_layers if fused is not None and fused.config.placement == "delayed" else 0.0
+        writer.reserve(round(4 * _count_parameters(config) * (1 + again)) + SPARE_BYTES)
 
         say("loading weights")
         base, tokenizer = load_base(source)
@@ -109,7 +110,7 @@ def export_bundle(
         parameters = sum(p.numel() for p in base.parameters())
 
         from specstream.export.parity import write_reference
-        from specstream.export.trace import GRAPH_FILE, OPSET, export_graph
+        from specstream.export.trace import GRAPH_FILE, OPSET, STREAMS_FILE, export_graph, export_streams
         from specstream.models.adapter import build_stream_model
 
         stream_model = build_stream_model(base, fused)
@@ -118,11 +119,15 @@ def export_bundle(
         write_reference(stream_model, prompt, writer.path(REFERENCE))
         say("tracing and writing the graph")
         info = export_graph(stream_model, writer.folder, profile)
+        weight_bytes = info.weight_bytes
+        delayed = fused is not None and fused.config.placement == "delayed"
+        if delayed:
+            weight_bytes += export_streams(stream_model, writer.folder, profile).weight_bytes
         del base, stream_model
         gc.collect()
 
         say("comparing the graph with PyTorch")
-        parity = _run_parity(writer.path(GRAPH_FILE), writer.path(REFERENCE))
+        parity = _run_parity(writer.path(GRAPH_FILE), writer.path(REFERENCE), writer.path(STREAMS_FILE) if delayed else None)
         writer.path(REFERENCE).unlink()
 
         say("writing the bundle")
@@ -130,10 +135,10 @@ def export_bundle(
         license_ = load_license(source)
         writer.path("LICENSE").write_text(_license_note(source.name, license_), encoding="utf-8")
         written = sum(file.stat().st_size for file in writer.folder.rglob("*") if file.is_file())
-        cost = ExportCost(time.monotonic() - begun, peak_rss_bytes(), info.weight_bytes, written)
+        cost = ExportCost(time.monotonic() - begun, peak_rss_bytes(), weight_bytes, written)
         manifest = Manifest(
             model=_model_info(source.name, architecture, known.fingerprint, sizes, parameters, license_),
-            streams=_stream_info(fused, adapter),
+            streams=_stream_info(fused, adapter, STREAMS_FILE if delayed else None),
             contract=ContractInfo(contract.CONTRACT_VERSION, profile, OPSET, "float32"),
             quantization=QuantizationInfo("fp32"),
             tokenizer=TokenizerInfo(tuple(tokenizer.stop_ids), tokenizer.bos_id, tokenizer.chat_template is not None),
@@ -167,10 +172,11 @@ def _count_parameters(config: PretrainedConfig) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-def _run_parity(graph: Path, reference: Path) -> dict[str, Any]:
+def _run_parity(graph: Path, reference: Path, streams: Path | None) -> dict[str, Any]:
     """Compare in a process of its own: what it loads does not add to this one's memory, and a crash of the runtime is a result."""
     # -P: a file in the user's folder must not be taken for a module of ours.
     command = [sys.executable, "-P", "-m", "specstream.export.parity", str(graph), str(reference)]
+    command += ["--streams", str(streams)] if streams is not None else []
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         result: dict[str, Any] = json.loads(child.stdout)
@@ -223,7 +229,7 @@ def _model_info(name: str, architecture: str, fingerprint: str, sizes: ModelSize
     )
 
 
-def _stream_info(adapter: Adapter | None, folder: Path | None) -> StreamInfo | None:
+def _stream_info(adapter: Adapter | None, folder: Path | None, graph: str | None) -> StreamInfo | None:
     if adapter is None or folder is None:
         return None
     from specstream.models.adapter import WEIGHTS_NAME
@@ -234,6 +240,7 @@ def _stream_info(adapter: Adapter | None, folder: Path | None) -> StreamInfo | N
         stream_layers=config.stream_layers,
         top_k=config.top_k,
         placement=config.placement,
+        graph=graph,
         mode=config.mode,
         draft_vocab_size=config.draft_vocab_size,
         parameters=adapter.count("streams"),

@@ -54,13 +54,15 @@ def tiny_base(architecture: str) -> transformers.PreTrainedModel:
     return base.eval().requires_grad_(False)
 
 
-def tiny_model(architecture: str, streams: bool = True) -> StreamModel:
+def tiny_model(architecture: str, streams: bool = True, delayed: bool = False) -> StreamModel:
     """The architecture with three streams beside rows of its top layer, all their parameters random; Qwen3's draw from few tokens."""
     base = tiny_base(architecture)
     if not streams:
         return StreamModel(base, None).eval()
     identity = BaseIdentity(f"{architecture}ForCausalLM", "0" * 64, HIDDEN, LAYERS, VOCAB)
     sizes: dict[str, Any] = {"num_streams": 3, "stream_layers": 1, "top_k": 4, "stream_rank": 2, "entry_rank": 2, "prune_rank": 2}
+    if delayed:
+        sizes |= {"placement": "delayed", "correction_rank": 3, "pair_rank": 2, "prune_rank": 0}
     if architecture == "Qwen3":
         sizes["draft_vocab_size"] = DRAFT_VOCAB
     model = StreamModel(base, StreamConfig(base=identity, mode="lossless", **sizes))
@@ -68,4 +70,5 @@ def tiny_model(architecture: str, streams: bool = True) -> StreamModel:
         torch.nn.init.normal_(parameter, std=0.3)
     if model.config is not None and model.config.draft_vocab_size:
         model.draft_vocab.copy_(torch.randperm(VOCAB)[: model.config.draft_vocab_size].sort().values)
+    model.freeze()
     return model.eval().requires_grad_(False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specstream.runtimes.session import Rows, StepOutput
+from specstream.runtimes.session import DraftOutput, Rows, StepOutput
 
 _MASK = (1 << 64) - 1
 
@@ -30,10 +30,18 @@ class FakeModel:
     Args:
         skill: share of streams whose best candidate is what the model will really say.
         stray_ids: whether streams also name tokens outside the vocabulary.
+        delayed: whether streams have a pass of their own.
     """
 
     def __init__(
-        self, vocab_size: int = 40, num_streams: int = 3, top_k: int = 4, capacity: int = 96, skill: float = 1.0, stray_ids: bool = False
+        self,
+        vocab_size: int = 40,
+        num_streams: int = 3,
+        top_k: int = 4,
+        capacity: int = 96,
+        skill: float = 1.0,
+        stray_ids: bool = False,
+        delayed: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_streams = num_streams
@@ -44,6 +52,10 @@ class FakeModel:
         self.calls: list[Rows] = []
         self._skill = skill
         self._stray_ids = stray_ids
+        self.delayed = delayed
+        self.drafts = 0
+        self._states: list[tuple[int, int, int]] = []
+        self._committed: tuple[int, int, int] | None = None
         self._last_rows = 0
 
     def run(self, rows: Rows, logits: bool = False) -> StepOutput:
@@ -60,6 +72,7 @@ class FakeModel:
         assert all(self.length <= position < self.length + count for position in positions)
         assert sorted(set(rows.stream_rows.tolist())) == rows.stream_rows.tolist()
         assert self.length + count + scratch <= self.capacity
+        assert not (self.delayed and scratch)
         self.calls.append(rows)
         self._last_rows = count
         past = self.length
@@ -72,6 +85,7 @@ class FakeModel:
         for slot in range(past + count, past + count + scratch):
             self.cache[slot] = mix(self.cache[slot], 7)
         entries = [self.cache[past + row] for row in range(count)]
+        self._states, self._committed = list(zip(entries, seen, positions, strict=True)), None
         scored = rows.logit_rows.tolist()
         ids, logprobs = None, None
         if len(rows.stream_rows):
@@ -93,11 +107,25 @@ class FakeModel:
         self.cache[self.length : self.length + len(kept)] = entries
         self.length += len(kept)
         self._last_rows = 0
+        self._committed = self._states[kept[-1]] if kept else None
 
     def rewind(self, length: int) -> None:
         assert 0 <= length <= self.length
         self.length = length
         self._last_rows = 0
+
+    def draft(self, token: int) -> DraftOutput:
+        assert self.delayed
+        assert self._committed is not None
+        assert self.length + self.num_streams <= self.capacity
+        self.drafts += 1
+        for slot in range(self.length, self.length + self.num_streams):
+            self.cache[slot] = mix(self.cache[slot], 8)
+        entry, seen, position = self._committed
+        assert token == self._next(entry)
+        ids = np.array(self._streams(entry, seen, position), dtype=np.int64)
+        logprobs = np.broadcast_to(np.log(0.9 * 0.3 ** np.arange(self.top_k)), ids.shape).astype(np.float32)
+        return DraftOutput(ids, logprobs, np.zeros((*ids.shape, self.top_k), dtype=np.float32))
 
     def _next(self, entry: int) -> int:
         return mix(entry, 2) % self.vocab_size

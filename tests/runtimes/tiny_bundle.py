@@ -166,6 +166,7 @@ def manifest(vocab_size: int, streams: bool = True, stop_ids: tuple[int, ...] = 
             stream_layers=1,
             top_k=TOP_K,
             placement="fused",
+            graph=None,
             mode="lossless",
             draft_vocab_size=0,
             parameters=STREAMS * HIDDEN,
