@@ -99,12 +99,13 @@ class StreamDrafter:
     uses_streams: bool = True
 
     def propose(self, context: DraftContext) -> TokenTree:
-        streams = remaining_streams(context, self.temperatures)
+        streams = remaining_streams(context)
         if streams is None:
             return root_only(context.root)
-        return best_first(
-            context.root, streams.ids, streams.logprobs, context.budget, context.max_depth, streams.pairs, streams.root_candidate
-        )
+        temperatures, logprobs = self.temperatures[streams.used :], streams.logprobs
+        if any(t != 1.0 for t in temperatures):
+            logprobs = calibrate(logprobs, temperatures)
+        return best_first(context.root, streams.ids, logprobs, context.budget, context.max_depth, streams.pairs, streams.root_candidate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,29 +114,28 @@ class RemainingStreams:
 
     Attributes:
         root_candidate: which candidate of the stream before these the root was; None when there is none or it was none of them.
+        used: streams before these, which the text has gone past.
     """
 
     ids: IntArray
     logprobs: FloatArray
     pairs: FloatArray | None
     root_candidate: int | None
+    used: int
 
 
-def remaining_streams(context: DraftContext, temperatures: Sequence[float] = ()) -> RemainingStreams | None:
-    """The latest streams, calibrated and without those that are used up; None when nothing is left."""
+def remaining_streams(context: DraftContext) -> RemainingStreams | None:
+    """The latest streams without those that are used up; None when nothing is left."""
     streams, shift = context.streams, context.shift
     if streams is None or shift >= len(streams.ids):
         return None
-    logprobs = streams.logprobs[shift:]
-    if any(t != 1.0 for t in temperatures[shift:]):
-        logprobs = calibrate(logprobs, temperatures[shift:])
     pairs, root_candidate = streams.pairs, None
     if pairs is not None:
         pairs = pairs[shift:]
         if shift > 0:
             before: list[int] = streams.ids[shift - 1].tolist()
             root_candidate = before.index(context.root) if context.root in before else None
-    return RemainingStreams(streams.ids[shift:], logprobs, pairs, root_candidate)
+    return RemainingStreams(streams.ids[shift:], streams.logprobs[shift:], pairs, root_candidate, shift)
 
 
 def calibrate(logprobs: npt.ArrayLike, temperatures: Sequence[float]) -> FloatArray:

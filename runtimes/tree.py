@@ -143,7 +143,7 @@ def best_first(
         candidates.append(candidate)
         push(row, 0)
         push(parent, rank + 1)
-    return _primary_first(tokens, parents, paths)
+    return grown_tree(tokens, parents, paths)
 
 
 def condition(logprobs: npt.ArrayLike, pairs: npt.ArrayLike) -> FloatArray:
@@ -192,7 +192,7 @@ def cartesian(root_token: int, stream_ids: npt.ArrayLike, stream_logprobs: npt.A
                 parents.append(parent)
                 paths.append(paths[parent] + score)
         level = below
-    return _primary_first(tokens, parents, paths)
+    return grown_tree(tokens, parents, paths)
 
 
 def merge(trees: Sequence[TokenTree], budget: int) -> TokenTree:
@@ -221,11 +221,11 @@ def merge(trees: Sequence[TokenTree], budget: int) -> TokenTree:
     # Each path is no likelier than its parent's, so the likeliest rows contain their ancestors; the stable sort keeps ties so.
     kept = sorted(sorted(range(len(tokens)), key=lambda row: -paths[row])[:budget])
     new = {row: i for i, row in enumerate(kept)}
-    return _primary_first([tokens[r] for r in kept], [new.get(parents[r], -1) for r in kept], [paths[r] for r in kept])
+    return grown_tree([tokens[r] for r in kept], [new.get(parents[r], -1) for r in kept], [paths[r] for r in kept])
 
 
-def _primary_first(tokens: list[int], parents: list[int], paths: list[float]) -> TokenTree:
-    """The tree with its primary chain moved to the front; parents stay before children.
+def grown_tree(tokens: list[int], parents: list[int], paths: list[float]) -> TokenTree:
+    """The tree of these rows with its primary chain moved to the front; parents stay before children.
 
     Why the order matters: with quantized activations only rows whose mask has no gaps are bit-equal to plain decoding.
     """

@@ -1,0 +1,267 @@
+"""One tree from several draft sources that cost no rows of the network: streams, prompt lookup, task n-grams.
+
+At every node the sources say what may follow it; a conditional logit joins them into one distribution, by which the tree grows.
+Knows token ids and probabilities; nothing of text.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from specstream.models.errors import UserError
+from specstream.runtimes.drafters import DraftContext, RemainingStreams, remaining_streams
+from specstream.runtimes.lookup import LONGEST_MATCH, Matches, SuffixIndex
+from specstream.runtimes.ngrams import NgramTable
+from specstream.runtimes.tree import FloatArray, TokenTree, grown_tree
+
+SMALLEST_REST: Final = 0.01  # so that odds stay finite when a source is sure
+LARGEST_WEIGHT: Final = 20.0
+STREAMS, NGRAMS, LOOKUP = 1, 2, 4  # bits that say which sources have something to say at a node
+_NARROW: Final = 1e-3  # children less likely than this are not worth a row
+_LARGEST: Final = 50.0  # of a score, so that its exponential stays a number
+_MEMO: Final = 4096  # contexts remembered
+
+
+@dataclass(frozen=True)
+class JoinWeights:
+    """How much each source's word counts: the coefficients of a conditional logit (McFadden 1974).
+
+    The candidates at a node are those that any source names; what none of them names is one more outcome with the score 0. A
+    candidate's score is the sum of
+
+    - ``bias[sources]``, which depends on which sources have anything to say here;
+    - streams, if there is one for this depth: ``streams[number] · log(p / rest)``, or ``-no_stream`` if it does not name the candidate;
+    - n-grams, if the table knows the context: ``ngrams[order] · log(p / rest)``, or ``-no_ngram``;
+    - lookup, if it names the candidate: ``lookup[length] + share · log(share of the matches)``.
+
+    ``rest`` is the probability that the source leaves for what it does not name, at least ``SMALLEST_REST``. The probabilities are the
+    softmax of the scores, so they and the rest sum to 1. Fitted by :func:`specstream.runtimes.join_fit.fit_join`.
+
+    Attributes:
+        streams: by the stream's number, from 1; the last one also for later streams.
+        ngrams: by the context's tokens, from 1; the last one also for longer contexts.
+        lookup: by the match's length, 1 to ``LONGEST_MATCH``.
+        share: of a continuation among those of its node.
+        no_stream: penalty of a candidate that the streams do not name.
+        no_ngram: the same for the n-grams.
+        bias: by sources: streams, n-grams, both, lookup, lookup and streams, lookup and n-grams, all three.
+    """
+
+    streams: tuple[float, ...]
+    ngrams: tuple[float, ...]
+    lookup: tuple[float, ...]
+    share: float
+    no_stream: float
+    no_ngram: float
+    bias: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.streams:
+            problems.append("streams has no entry")
+        if not self.ngrams:
+            problems.append("ngrams has no entry")
+        if len(self.lookup) != LONGEST_MATCH:
+            problems.append(f"lookup has {len(self.lookup)} entries ({LONGEST_MATCH} expected)")
+        if len(self.bias) != 7:
+            problems.append(f"bias has {len(self.bias)} entries (7 expected)")
+        numbers = (*self.streams, *self.ngrams, *self.lookup, self.share, self.no_stream, self.no_ngram, *self.bias)
+        if not all(abs(number) <= LARGEST_WEIGHT for number in numbers):
+            problems.append(f"numbers outside -{LARGEST_WEIGHT:g} to {LARGEST_WEIGHT:g}")
+        if problems:
+            raise UserError(f"weights of draft sources: {'; '.join(problems)}")
+
+
+# Each source alone as it comes; joined cautiously. Fitted weights are better.
+PRIOR_WEIGHTS: Final = JoinWeights(
+    streams=(1.0,),
+    ngrams=(0.5, 0.6, 0.7, 0.8),
+    lookup=(0.5, 1.0, 1.5, 2.0, 2.2, 2.4, 2.6, 2.8),
+    share=1.0,
+    no_stream=1.0,
+    no_ngram=1.0,
+    bias=(0.0, -0.5, -0.5, -1.0, -0.5, -1.0, -1.0),
+)
+
+
+@dataclass(eq=False)
+class JoinedDrafter:
+    """Grows the likeliest tree under the budget from any of three sources; below γ levels the other two go on alone.
+
+    Keeps an index of the text between calls; a new text starts it anew.
+
+    Attributes:
+        use_streams: whether calls carry streams for it.
+        lookup: an index to look in, or None.
+        ngrams: a task's table, or None.
+        weights: how the sources are joined.
+        temperatures: of the streams, see :func:`specstream.runtimes.drafters.calibrate`.
+    """
+
+    use_streams: bool = True
+    lookup: SuffixIndex | None = None
+    ngrams: NgramTable | None = None
+    weights: JoinWeights = PRIOR_WEIGHTS
+    temperatures: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        w = self.weights
+        # Scores become factors once, here; a node's candidates are then a few products each.
+        self._other = [math.exp((w.no_ngram if sources & NGRAMS else 0.0) - w.bias[sources - 1]) for sources in range(1, 8)]
+        self._no_stream = math.exp(-w.no_stream)
+        self._lookup_factors = [math.exp(score) for score in w.lookup]
+        self._stream_weights = np.asarray(w.streams, dtype=np.float32)
+        self._ngram_factors: dict[tuple[int, ...], list[tuple[int, float]] | None] = {}
+
+    @property
+    def uses_streams(self) -> bool:
+        return self.use_streams
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        streams = remaining_streams(context) if self.use_streams else None
+        ids: list[list[int]] = []
+        free: list[list[float]] = []
+        given: list[list[list[float]]] | None = None
+        root_candidate = None
+        if streams is not None:
+            ids, free, given = self._stream_factors(streams)
+            root_candidate = streams.root_candidate
+        places = [{token: i for i, token in enumerate(level)} for level in ids] if given is not None else []
+        index, width = self.lookup, 0 if self.ngrams is None else self.ngrams.order
+        matches: Matches = []
+        if index is not None:
+            index.update(context.tokens)
+            matches = index.root_matches()
+        budget, max_depth, levels = context.budget, context.max_depth, len(ids)
+
+        tokens, parents, paths, depths = [context.root], [-1], [1.0], [0]
+        # What the sources know of each node: the stream's candidate, the last tokens, the path below the root and its matches.
+        candidates: list[int | None] = [root_candidate]
+        tails = [tuple(context.tokens[-width:]) if width else ()]
+        below_root: list[tuple[int, ...]] = [()]
+        found = [matches]
+        children: list[list[tuple[float, int]]] = []  # (probability, token), the likeliest first
+        # (-probability of the path, order of pushing, parent, rank among its children)
+        heap: list[tuple[float, int, int, int]] = []
+        row = 0
+        while True:
+            depth = depths[row]
+            own: list[tuple[float, int]] = []
+            if depth < max_depth:
+                level: list[int] = []
+                factors: list[float] = []
+                if depth < levels:
+                    candidate = candidates[row]
+                    level = ids[depth]
+                    factors = free[depth] if given is None or candidate is None else given[depth][candidate]
+                own = self._children(level, factors, tails[row], found[row])
+                if own:
+                    heapq.heappush(heap, (-paths[row] * own[0][0], 2 * row, row, 0))
+            children.append(own)
+            if not heap or len(tokens) >= budget:
+                break
+            negative, _, parent, rank = heapq.heappop(heap)
+            siblings = children[parent]
+            token = siblings[rank][1]
+            if rank + 1 < len(siblings):
+                heapq.heappush(heap, (-paths[parent] * siblings[rank + 1][0], 2 * len(tokens) + 1, parent, rank + 1))
+            row, depth = len(tokens), depths[parent]
+            tokens.append(token)
+            parents.append(parent)
+            paths.append(-negative)
+            depths.append(depth + 1)
+            if len(tokens) >= budget:
+                break  # the last node needs no children
+            candidates.append(places[depth].get(token) if depth < len(places) else None)
+            tails.append((*tails[parent], token)[-width:] if width else ())
+            path = (*below_root[parent], token) if index is not None else ()
+            below_root.append(path)
+            found.append(index.child_matches(found[parent], path) if index is not None else [])
+        return grown_tree(tokens, parents, np.log(paths).tolist())
+
+    def _children(self, ids: Sequence[int], factors: Sequence[float], tail: tuple[int, ...], matches: Matches) -> list[tuple[float, int]]:
+        """(probability, token) of a node's children, the likeliest first; see :class:`JoinWeights`.
+
+        ``ids`` and ``factors`` are of the stream for this depth, if there is one.
+        """
+        grams = self._scored_ngrams(tail) if tail else None
+        following = self.lookup.continuations(matches) if matches and self.lookup is not None else ()
+        sources = (STREAMS if ids else 0) + (NGRAMS if grams is not None else 0) + (LOOKUP if following else 0)
+        if not sources:
+            return []
+        unnamed = self._no_stream if ids else 1.0
+        joint = dict(zip(ids, factors, strict=True))
+        if grams is not None:
+            for token, factor in grams:
+                joint[token] = joint.get(token, unnamed) * factor
+        for continuation in following:
+            factor = self._lookup_factors[continuation.length - 1] * continuation.share**self.weights.share
+            joint[continuation.token] = joint.get(continuation.token, unnamed) * factor
+        total = self._other[sources - 1] + sum(joint.values())
+        least = _NARROW * total
+        children = [(factor / total, token) for token, factor in joint.items() if factor > least]
+        children.sort(reverse=True)
+        return children
+
+    def _stream_factors(self, streams: RemainingStreams) -> tuple[list[list[int]], list[list[float]], list[list[list[float]]] | None]:
+        """Candidates by depth, their factors, and those below each candidate of the depth above."""
+        free, given = stream_odds(streams, self.temperatures)
+        numbers = np.minimum(np.arange(streams.used, streams.used + len(free)), len(self._stream_weights) - 1)
+        weight = self._stream_weights[numbers]
+        factors = np.exp(np.minimum(free * weight[:, None], _LARGEST)).tolist()
+        given_factors = None if given is None else np.exp(np.minimum(given * weight[:, None, None], _LARGEST)).tolist()
+        return streams.ids.tolist(), factors, given_factors
+
+    def _scored_ngrams(self, tail: tuple[int, ...]) -> list[tuple[int, float]] | None:
+        """Candidates of the table with their factors, remembered by context."""
+        if tail in self._ngram_factors:
+            return self._ngram_factors[tail]
+        assert self.ngrams is not None
+        following = self.ngrams.following(tail)
+        scored = None
+        if following is not None:
+            weight = self.weights.ngrams[min(following.order, len(self.weights.ngrams)) - 1]
+            rest = math.log(max(following.rest, SMALLEST_REST))
+            # Those that it does not name have the factor 1 instead of exp(-no_ngram).
+            scored = [
+                (token, math.exp(weight * (p - rest) + self.weights.no_ngram))
+                for token, p in zip(following.tokens, following.logprobs, strict=True)
+            ]
+        if len(self._ngram_factors) >= _MEMO:
+            self._ngram_factors.clear()
+        self._ngram_factors[tail] = scored
+        return scored
+
+
+def lookup_drafter(fold: Sequence[int] | None = None, weights: JoinWeights = PRIOR_WEIGHTS) -> JoinedDrafter:
+    """Prompt lookup alone."""
+    return JoinedDrafter(use_streams=False, lookup=SuffixIndex(fold), weights=weights)
+
+
+def ngram_drafter(ngrams: NgramTable, weights: JoinWeights = PRIOR_WEIGHTS) -> JoinedDrafter:
+    """A task's n-grams alone."""
+    return JoinedDrafter(use_streams=False, ngrams=ngrams, weights=weights)
+
+
+def stream_odds(streams: RemainingStreams, temperatures: Sequence[float] = ()) -> tuple[FloatArray, FloatArray | None]:
+    """log(p / rest) of every candidate, and of every candidate below every candidate of the depth above.
+
+    At another temperature the logarithm of the odds is divided by it, and a pair's score adds to it: the normalisations of
+    :func:`specstream.runtimes.drafters.calibrate` and :func:`specstream.runtimes.tree.condition` cancel out.
+
+    Returns:
+        float32 [depths, k] and, with pairs, float32 [depths, k, k]; impossible candidates are -inf.
+    """
+    p = np.fmax(np.exp(streams.logprobs), 0.0)  # what is no number is impossible
+    rest = np.maximum(1.0 - p.sum(axis=1, keepdims=True), SMALLEST_REST)
+    with np.errstate(divide="ignore"):
+        free: FloatArray = np.log(p / rest)
+    if any(t != 1.0 for t in temperatures[streams.used :]):
+        free = free / np.asarray(temperatures[streams.used :], dtype=np.float32)[:, None]
+    return free, None if streams.pairs is None else free[:, None, :] + streams.pairs
