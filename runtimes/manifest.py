@@ -7,7 +7,7 @@ import json
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from specstream.export.contract import CONTRACT_VERSION, Profile
 from specstream.models.config import Placement
@@ -43,6 +43,8 @@ class StreamInfo:
     temperature for each stream (see :func:`specstream.runtimes.drafters.calibrate`).
     """
 
+    LATER: ClassVar[frozenset[str]] = frozenset({"graph"})  # keys that manifests of earlier versions lack
+
     num_streams: int
     stream_layers: int
     top_k: int
@@ -66,7 +68,29 @@ class ContractInfo:
 
 @dataclass(frozen=True)
 class QuantizationInfo:
+    """How weights and activations are rounded. All but ``scheme`` are None in bundles of fp32 weights.
+
+    Attributes:
+        scheme: ``fp32``, ``int4``, ``int8``, ``w8a8`` or ``mixed``.
+        block_size: weights of a column that share a scale, where there are blocks.
+        accuracy_level: of the products with blocks: 4 rounds activations to 8 bits, 0 keeps them.
+        rows_independent: whether no scale of a row's activations depends on the rows beside it.
+        products: how many matrices each kind of operator holds.
+        session_options: entries that ONNX Runtime's session should have for right results.
+        quality: figures of the bundle beside those of the one it was made of; None when no texts were given to compare.
+    """
+
+    LATER: ClassVar[frozenset[str]] = frozenset(  # keys that manifests of earlier versions lack
+        {"block_size", "accuracy_level", "rows_independent", "products", "session_options", "quality"}
+    )
+
     scheme: str
+    block_size: int | None = None
+    accuracy_level: int | None = None
+    rows_independent: bool | None = None
+    products: dict[str, int] | None = None
+    session_options: dict[str, str] | None = None
+    quality: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -172,8 +196,10 @@ def _decode(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
                 known[name] = _decode(hints[name], entry, prefix + name, problems)
             else:
                 problems.append(f"unknown key {prefix}{name}")
-        # Written files have every key; a missing one is damage, whatever default the dataclass offers to writers.
-        missing = [name for name in fields if name not in value]
+        # Written files have every key; a missing one is damage, whatever default the dataclass offers to writers. Only what a class
+        # says came later may be missing, and is None then.
+        known |= {name: None for name in getattr(kind, "LATER", ()) if name not in value}
+        missing = [name for name in fields if name not in value and name not in known]
         problems += [f"missing key {prefix}{name}" for name in missing]
         return None if missing or any(v is _WRONG for v in known.values()) else kind(**known)
     origin, arguments = get_origin(kind), get_args(kind)
