@@ -429,29 +429,54 @@ class _CausalCache:
 
 
 class _BesideCache:
-    """Stream rows beside main rows whose keys and values are known."""
+    """Stream rows beside main rows whose keys and values are known.
+
+    Each stream row sees main rows up to its own and the streams of its own row up to itself, so scores are two blocks, [n·γ, T] and
+    n times [γ, γ], instead of [n·γ, T + n·γ].
+    """
 
     def __init__(self, main: MainPass, anchors: Tensor, gamma: int, first: int) -> None:
-        self.main, self.first = main, first
-        rows = main.entry.shape[1]
-        count = anchors.shape[1]
+        self.main, self.first, self.gamma = main, first, gamma
         device = anchors.device
-        index = torch.arange(count * gamma, device=device)
-        group, place = index // gamma, index % gamma
-        own = (group.unsqueeze(1) == group.unsqueeze(0)) & (place.unsqueeze(1) >= place.unsqueeze(0))
-        carriers = anchors[:, group]  # [B, n·γ]
-        slots = torch.arange(rows, device=device)
-        self.positions = carriers + place + 1
-        self.distance = torch.cat([self.positions.unsqueeze(2) - slots, self.positions.unsqueeze(2) - self.positions.unsqueeze(1)], 2)
-        self.visible = torch.cat([slots <= carriers.unsqueeze(2), own.expand(anchors.shape[0], -1, -1)], dim=2).unsqueeze(1)
+        order = torch.arange(gamma, device=device)
+        self.carriers = anchors.repeat_interleave(gamma, dim=1)  # [B, n·γ]
+        self.positions = self.carriers + order.repeat(anchors.shape[1]) + 1
+        self.slots = torch.arange(main.entry.shape[1], device=device)
+        self.own = order.unsqueeze(1) >= order.unsqueeze(0)  # [γ, γ]
+        self._biases: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     def set_rows(self, positions: Tensor, visible: Tensor) -> None:
         raise AssertionError("stream rows beside whole sequences have one fixed mask")
 
+    def _bias(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Additive masks: [B, 1, n·γ, T] over main rows, [γ, γ] over own streams."""
+        if window not in self._biases:
+            seen, own = self.slots <= self.carriers.unsqueeze(2), self.own
+            if window is not None:
+                order = torch.arange(self.gamma, device=own.device)
+                seen = seen & (self.positions.unsqueeze(2) - self.slots < window)
+                own = own & (order.unsqueeze(1) - order.unsqueeze(0) < window)
+            hidden = torch.finfo(dtype).min
+            masks = [torch.zeros(m.shape, dtype=dtype, device=m.device).masked_fill(~m, hidden) for m in (seen, own)]
+            self._biases[window] = masks[0].unsqueeze(1), masks[1]
+        return self._biases[window]
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        key = torch.cat([self.main.keys[layer - self.first], key], dim=2)
-        value = torch.cat([self.main.values[layer - self.first], value], dim=2)
-        visible = self.visible if window is None else self.visible & (self.distance < window).unsqueeze(1)
-        return dense_attention(query, key, value, visible, scale=scale, softcap=softcap)
+        batch, heads, rows, size = query.shape
+        kv, gamma = key.shape[1], self.gamma
+        groups, count = heads // kv, rows // gamma
+        seen, own = self._bias(window, query.dtype)
+        query = (query * scale).reshape(batch, kv, groups * rows, size)
+        main_keys, main_values = self.main.keys[layer - self.first], self.main.values[layer - self.first]
+        beside = (query @ main_keys.transpose(-1, -2)).view(batch, kv, groups, rows, -1)
+        among = query.view(batch, kv, groups, count, gamma, size) @ key.reshape(batch, kv, 1, count, gamma, size).transpose(-1, -2)
+        if softcap is not None:
+            beside, among = (torch.tanh(x / softcap) * softcap for x in (beside, among))
+        scores = torch.cat([beside + seen.unsqueeze(2), (among + own).view(batch, kv, groups, rows, gamma)], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        length = main_keys.shape[2]
+        out = weights[..., :length].reshape(batch, kv, groups * rows, length) @ main_values
+        mine = weights[..., length:].view(batch, kv, groups, count, gamma, gamma) @ value.reshape(batch, kv, 1, count, gamma, size)
+        return (out.view(batch, heads, rows, size) + mine.reshape(batch, heads, rows, size)).transpose(1, 2)
