@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from specstream.runtimes.drafters import DraftContext, Drafter, Streams
 from specstream.runtimes.session import Session
 from specstream.runtimes.speculate import sanitise, speculate
-from specstream.runtimes.tree import StreamPolicy, TokenTree, root_only
+from specstream.runtimes.tree import StreamPolicy, TokenTree, path_probabilities, root_only
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ def replay(recording: Recording, drafter: Drafter, budget: int, policy: StreamPo
         count = min(len(path), len(recording.tokens) - done)
         emitted.append(count)
         rows.append(len(tree))
-        expected.append(expected_tokens(tree))
+        expected.append(float(path_probabilities(tree).sum()))
         if policy is None:
             carrying = count - 1
         else:
@@ -126,11 +126,3 @@ def right_path(tree: TokenTree, following: Sequence[int]) -> list[int]:
         if parents[row] == path[-1] and len(path) <= len(following) and tokens[row] == following[len(path) - 1]:
             path.append(row)
     return path
-
-
-def expected_tokens(tree: TokenTree) -> float:
-    """Tokens that a call with this tree emits on average, if its probabilities are right: the root's correction and each drafted
-    node with the probability of its path."""
-    import numpy as np
-
-    return float(np.exp(tree.logprob.astype(np.float64)).sum())

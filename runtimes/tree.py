@@ -247,6 +247,23 @@ def grown_tree(tokens: list[int], parents: list[int], paths: list[float]) -> Tok
     )
 
 
+def path_probabilities(tree: TokenTree) -> npt.NDArray[np.float64]:
+    """float64 [M]: how likely each row is to be on the right path, by the tree's own account; the root is certain.
+
+    Their sum is the number of tokens that a call with this tree emits on average: the correction, and each row that is accepted.
+    """
+    probabilities: npt.NDArray[np.float64] = np.exp(tree.logprob.astype(np.float64))
+    return probabilities
+
+
+def likeliest_rows(tree: TokenTree, count: int) -> TokenTree:
+    """The tree of the ``count`` likeliest rows, in the order that they had; all ancestors of a row are as likely as it is."""
+    kept = np.sort(np.argsort(-tree.logprob, kind="stable")[:count])
+    new = np.full(len(tree) + 1, -1, dtype=np.int32)  # the last entry is where the root's parent, -1, points
+    new[kept] = np.arange(len(kept), dtype=np.int32)
+    return TokenTree(tree.tokens[kept], new[tree.parents[kept]], tree.logprob[kept])
+
+
 # Which rows of a tree carry streams in the call that verifies it: int64 [S], ascending.
 StreamPolicy = Callable[[TokenTree], IntArray]
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from specstream.runtimes.drafters import NoDrafter, StreamDrafter
-from specstream.runtimes.replay import expected_tokens, record, replay
+from specstream.runtimes.replay import record, replay
 from specstream.runtimes.speculate import speculate
-from specstream.runtimes.tree import TokenTree, every_row, likeliest_last, only_root
+from specstream.runtimes.tree import every_row, likeliest_last, only_root
 
 from .fake_model import FakeModel
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
-@pytest.mark.parametrize("limit", [1, 2, 7, 40])
-@pytest.mark.parametrize("skill", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("policy", [every_row, only_root, likeliest_last(1), likeliest_last(2)])
-@pytest.mark.parametrize("budget", [1, 2, 6, 12])
+@pytest.mark.parametrize("limit", [1, 2, 40])
+@pytest.mark.parametrize("skill", [0.5, 1.0])
+@pytest.mark.parametrize("policy", [every_row, only_root, likeliest_last(2)])
+@pytest.mark.parametrize("budget", [2, 8])
 def test_replayed_calls_are_the_real_ones(limit: int, skill: float, policy: object, budget: int) -> None:
     model = FakeModel(skill=skill, capacity=256)
     recording = record(model, PROMPT, max_new_tokens=limit, stop_ids={7})
@@ -39,8 +38,3 @@ def test_without_a_policy_streams_are_always_the_freshest() -> None:
     plain = replay(recording, NoDrafter(), 12)
     assert set(plain.emitted) == set(plain.rows) == {1}
     assert plain.expected == (1.0,) * 39
-
-
-def test_expected_tokens_are_the_paths_probabilities() -> None:
-    tree = TokenTree(np.array([1, 2, 3]), np.array([-1, 0, 1], dtype=np.int32), np.log([1, 0.5, 0.25]).astype(np.float32))
-    assert expected_tokens(tree) == pytest.approx(1.75)

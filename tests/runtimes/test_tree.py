@@ -15,8 +15,10 @@ from specstream.runtimes.tree import (
     condition,
     every_row,
     likeliest_last,
+    likeliest_rows,
     merge,
     only_root,
+    path_probabilities,
     root_only,
 )
 
@@ -213,3 +215,15 @@ def test_huge_scores_and_impossible_candidates_stay_probabilities() -> None:
     given_parent = condition([[-np.inf, np.log(0.5)], [-np.inf, -np.inf]], np.full((2, 2, 2), 500.0))
     assert given_parent[0].tolist() == [[-np.inf, 0.0], [-np.inf, 0.0]]
     assert (given_parent[1] == -np.inf).all()
+
+
+@given(streams(), st.integers(1, 40), st.integers(1, 40))
+def test_the_likeliest_rows_are_a_tree(candidates: tuple[np.ndarray, np.ndarray], budget: int, count: int) -> None:
+    tree = best_first(99, *candidates, budget)
+    part = likeliest_rows(tree, count)
+    check(part)
+    assert len(part) == min(count, len(tree))
+    assert paths(part).items() <= paths(tree).items()
+    likely = path_probabilities(tree)
+    assert path_probabilities(part).sum() == pytest.approx(np.sort(likely)[::-1][:count].sum(), rel=1e-5)
+    assert likely[0] == 1

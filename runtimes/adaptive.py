@@ -1,0 +1,176 @@
+"""How many rows a call should have while it runs: drafts as long as they pay, plain decoding where they do not.
+
+Pure arithmetic on what each call cost and gave, in units of a plain call's time; knows no clock, no session and no text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from specstream.models.errors import UserError
+from specstream.runtimes.tree import TokenTree, likeliest_rows, path_probabilities
+
+_EARNED: Final = 0.03  # of a plain call's time: what each plain call may cost more, for trying drafts again
+_AT_START: Final = 1.5  # plain calls' time that may be lost before drafts have gained anything
+_LARGEST: Final = 4.0  # credit that gains pile up: a good text survives this much of a bad stretch
+_FORGET: Final = 0.98  # weight of the past at each drafted call
+_TRUST: Final = 4.0  # drafted tokens' worth of belief in a tree's own probabilities
+
+
+@dataclass(frozen=True)
+class CallCosts:
+    """Time of a call relative to one with one row and no streams.
+
+    Attributes:
+        rows: numbers of rows that were measured, ascending from 1.
+        costs: of a call with each, the first one 1; between them linear, beyond the last as between the last two.
+        streams: what streams add to a call: their own pass, or rows beside it.
+    """
+
+    rows: tuple[int, ...]
+    costs: tuple[float, ...]
+    streams: float
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.rows or self.rows[0] != 1 or any(a >= b for a, b in zip(self.rows, self.rows[1:], strict=False)):
+            problems.append(f"rows {list(self.rows)} do not ascend from 1")
+        if len(self.costs) != len(self.rows):
+            problems.append(f"{len(self.costs)} costs for {len(self.rows)} numbers of rows")
+        if not all(0 < cost < float("inf") for cost in self.costs) or not 0 <= self.streams < float("inf"):
+            problems.append("costs must be positive numbers")
+        if problems:
+            raise UserError(f"call costs: {'; '.join(problems)}")
+
+    def table(self, most: int) -> npt.NDArray[np.float64]:
+        """float64 [most]: cost of 1, 2, ... rows. More rows never cost less: measured dips are noise."""
+        wanted = np.arange(1, most + 1, dtype=np.float64)
+        known, costs = np.array(self.rows, dtype=np.float64), np.maximum.accumulate(np.array(self.costs) / self.costs[0])
+        slope = (costs[-1] - costs[-2]) / (known[-1] - known[-2]) if len(known) > 1 else 0.0
+        found: npt.NDArray[np.float64] = np.interp(wanted, known, costs) + np.maximum(wanted - known[-1], 0.0) * slope
+        return found
+
+
+# Eight bits of weights and activations on two x86-64 cores, near enough for a device that was never measured.
+PRIOR_COSTS: Final = CallCosts(rows=(1, 2, 4, 8, 16, 32), costs=(1.0, 1.1, 1.2, 1.5, 1.85, 2.7), streams=0.35)
+
+
+class BudgetController(Protocol):
+    """What the speculative loop asks before each call, in this order, and tells after it.
+
+    ``budget``: rows at most; 1 is plain decoding, for which no streams are computed. ``trim``: the part of a tree that is worth its
+    rows. ``record``: what the call gave.
+    """
+
+    def budget(self) -> int: ...
+    def trim(self, tree: TokenTree) -> TokenTree: ...
+    def record(self, rows: int, emitted: int, expected: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class FixedBudget:
+    """Always the same, and whole trees."""
+
+    rows: int
+
+    def budget(self) -> int:
+        return self.rows
+
+    def trim(self, tree: TokenTree) -> TokenTree:
+        return tree
+
+    def record(self, rows: int, emitted: int, expected: float) -> None:
+        pass
+
+
+class AdaptiveBudget:
+    """Follows the measured acceptance, over all texts of a session.
+
+    Whether to draft is an account in units of a plain call's time. A drafted call that emits e tokens and costs c pays in e - c; a
+    plain call pays in a little; a call is drafted when the account covers the loss if nothing of it is accepted. So time is never
+    more than (1 + 0.03) x plain decoding's + 1.5 plain calls, whatever the drafts do, if the costs are right; where drafts fail,
+    one call in a while tries again, and where they are good, nothing stands in their way.
+
+    How many rows: those that maximise expected tokens - rate x cost, where the rate is tokens per unit of time lately. This is the
+    choice that makes the long-run rate largest (renewal reward; Dinkelbach 1967). The tree's probabilities are corrected by
+    how many drafted tokens were accepted lately of those that trees expected.
+
+    Args:
+        costs: of calls on this device.
+        most: rows of a call at most.
+        uses_streams: whether drafts cost what streams cost.
+    """
+
+    def __init__(self, costs: CallCosts = PRIOR_COSTS, most: int = 16, uses_streams: bool = True) -> None:
+        if most < 1:
+            raise UserError(f"budget: {most} given, 1 or more expected")
+        self.most = most
+        self._costs = costs.table(most)
+        self._streams = costs.streams if uses_streams else 0.0
+        self._account = _AT_START
+        self._accepted = self._promised = _TRUST
+        # Tokens and time of drafted calls lately, the root's own token included.
+        self._emitted, self._spent = 2.0, 1.0 + self._streams
+        self._rows = float(min(4, most))
+        self._drafting = False
+
+    @property
+    def account(self) -> float:
+        """Plain calls' time that may be lost."""
+        return self._account
+
+    @property
+    def rate(self) -> float:
+        """Tokens of drafted calls lately, over their time in plain calls. Plain decoding's is 1."""
+        return self._emitted / self._spent
+
+    @property
+    def correction(self) -> float:
+        """Drafted tokens accepted lately, over those that the trees expected."""
+        return self._accepted / self._promised
+
+    def new_text(self) -> None:
+        """A text begins: what the last one gained is not for losing in this one."""
+        self._account = min(self._account, _AT_START)
+
+    def budget(self) -> int:
+        """Rows of the next call at most; 1 when it should be plain."""
+        self._drafting = self.most > 1 and self.covers_a_draft()
+        return self.most if self._drafting else 1
+
+    def covers_a_draft(self) -> bool:
+        """Whether a call that is now drafted in vain is paid for."""
+        usual = float(np.interp(self._rows, np.arange(1, self.most + 1), self._costs))
+        return self._account >= usual + self._streams - 1.0
+
+    def trim(self, tree: TokenTree) -> TokenTree:
+        """The likeliest rows of a tree, as many as are worth their time."""
+        likely = np.sort(path_probabilities(tree))[::-1][: self.most]
+        # Where nothing is accepted any more, a try still needs rows that could be.
+        correction = min(max(self.correction, 0.4), 1.2)
+        gain = correction * np.cumsum(likely) - max(self.rate, 1.0) * self._costs[: len(likely)]
+        rows = int(gain.argmax()) + 1
+        return tree if rows >= len(tree) else likeliest_rows(tree, rows)
+
+    def record(self, rows: int, emitted: int, expected: float) -> None:
+        """Tell what the call after :meth:`budget` gave.
+
+        Args:
+            rows: that it had.
+            emitted: tokens, the correction included.
+            expected: tokens, by the verified tree's own probabilities.
+        """
+        if not self._drafting:
+            self._account = min(self._account + _EARNED, _LARGEST)
+            return
+        cost = float(self._costs[min(rows, self.most) - 1]) + self._streams
+        self._account = min(self._account + emitted - cost, _LARGEST)
+        self._rows += 0.2 * (rows - self._rows)
+        self._emitted = _FORGET * self._emitted + emitted
+        self._spent = _FORGET * self._spent + cost
+        self._accepted = _FORGET * self._accepted + emitted - 1
+        self._promised = max(_FORGET * self._promised + expected - 1, 1e-6)
