@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from specstream.models.errors import UserError
+from specstream.runtimes.adaptive import BudgetController, FixedBudget
 from specstream.runtimes.drafters import DraftContext, Drafter, Streams
 from specstream.runtimes.session import PROMPT_CHUNK, Session, prefill, tree_rows
 from specstream.runtimes.tree import IntArray, StreamPolicy, TokenTree, every_row, root_only
@@ -71,7 +72,7 @@ def speculate(
     drafter: Drafter,
     *,
     policy: StreamPolicy = every_row,
-    budget: int = 16,
+    budget: int | BudgetController = 16,
     max_new_tokens: int = 256,
     stop_ids: Collection[int] = (),
     chunk: int = PROMPT_CHUNK,
@@ -85,7 +86,7 @@ def speculate(
         session: its cache may hold a beginning of the prompt already.
         prompt_ids: the whole prompt.
         policy: which rows of a tree carry streams, when the drafter uses them.
-        budget: main rows of a call, the root included.
+        budget: main rows of a call at most, the root included; or what decides it before each call.
         max_new_tokens: tokens to emit at most.
         stop_ids: tokens that end the text, wherever in an accepted block they are.
         chunk: rows of the prompt in one call.
@@ -97,7 +98,11 @@ def speculate(
         UserError: empty prompt, longer than the session can hold, or limits below 1.
     """
     # Checked here, not at the first block: a generator's body does not run before that.
-    _check_request(session, prompt_ids, budget, max_new_tokens)
+    if isinstance(budget, int):
+        if budget < 1:
+            raise UserError(f"budget: {budget} given, 1 or more expected")
+        budget = FixedBudget(budget)
+    _check_request(session, prompt_ids, max_new_tokens)
     return _blocks(session, prompt_ids, drafter, policy, budget, max_new_tokens, stop_ids, chunk)
 
 
@@ -106,30 +111,34 @@ def _blocks(
     prompt_ids: Sequence[int],
     drafter: Drafter,
     policy: StreamPolicy,
-    budget: int,
+    controller: BudgetController,
     max_new_tokens: int,
     stop_ids: Collection[int],
     chunk: int,
 ) -> Iterator[Block]:
     draft_streams = drafter.uses_streams and session.num_streams > 0
-    output = prefill(session, prompt_ids, streams=draft_streams and max_new_tokens > 1, chunk=chunk)
+    budget = controller.budget()  # of the next call; asked early, since delayed streams run before it
+    output = prefill(session, prompt_ids, streams=draft_streams and budget > 1 and max_new_tokens > 1, chunk=chunk)
     tokens = [*prompt_ids, int(output.next_ids[0])]
     end = len(prompt_ids) + max_new_tokens
     streams = None
     if output.stream_ids is not None and output.stream_logprobs is not None:
         streams = Streams(output.stream_ids[0].copy(), output.stream_logprobs[0].copy(), len(prompt_ids) - 1)
     reason = _finish_reason(tokens, end, stop_ids, session)
-    if reason is None and draft_streams and session.delayed:
+    if reason is None and draft_streams and budget > 1 and session.delayed:
         streams = _delayed(session, tokens, end)
     yield Block((tokens[-1],), 0, int(streams is not None), 0, 0, reason)
 
     while reason is None:
         past, left, room = session.length, end - len(tokens), session.capacity - session.length
         context = DraftContext(tokens, streams, min(budget, room), left - 1)
-        tree, dropped = sanitise(drafter.propose(context), context, session.vocab_size)
+        tree, dropped = root_only(context.root), 0
+        if context.budget > 1:
+            tree, dropped = sanitise(drafter.propose(context), context, session.vocab_size)
+            tree = controller.trim(tree)
         # The last call needs no streams; near the capacity only as many rows carry them as fit.
         stream_rows = every_row(tree)[:0]
-        if draft_streams and left > 1 and not session.delayed:
+        if draft_streams and budget > 1 and left > 1 and not session.delayed:
             fits = (room - len(tree)) // session.num_streams
             stream_rows = (policy(tree) if len(tree) > 1 else every_row(tree))[:fits]
         output = session.run(tree_rows(tree, past, stream_rows))
@@ -142,6 +151,8 @@ def _blocks(
         kept = accepted[: len(emitted)]
         session.commit(kept)
         tokens += emitted
+        controller.record(len(tree), len(emitted), float(np.exp(tree.logprob.astype(np.float64)).sum()))
+        budget = controller.budget()
         carrying = {int(row): i for i, row in enumerate(stream_rows)}
         deepest = next((level for level in reversed(range(len(kept))) if kept[level] in carrying), None)
         if deepest is not None and output.stream_ids is not None and output.stream_logprobs is not None:
@@ -150,7 +161,7 @@ def _blocks(
         reason = _finish_reason(tokens, end, stop_ids, session)
         carried = len(stream_rows)
         if draft_streams and session.delayed:
-            streams = _delayed(session, tokens, end) if reason is None else None
+            streams = _delayed(session, tokens, end) if reason is None and budget > 1 else None
             carried = int(streams is not None)
         # The correction after the last accepted row is the model's own; after a cut there is one drafted token fewer than rows.
         yield Block(tuple(emitted), len(tree), carried, len(emitted) - 1 + (len(accepted) > len(kept)), dropped, reason)
@@ -203,7 +214,7 @@ def sanitise(tree: TokenTree, context: DraftContext, vocab_size: int) -> tuple[T
     return clean, proposed - len(clean)
 
 
-def _check_request(session: Session, prompt_ids: Sequence[int], budget: int, max_new_tokens: int) -> None:
+def _check_request(session: Session, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
     if not prompt_ids:
         raise UserError("the prompt is empty; give at least one token")
     if len(prompt_ids) > session.capacity:
@@ -213,9 +224,8 @@ def _check_request(session: Session, prompt_ids: Sequence[int], budget: int, max
     bad = [token for token in prompt_ids if not 0 <= token < session.vocab_size]
     if bad:
         raise UserError(f"the prompt has token {bad[0]}, the vocabulary goes from 0 to {session.vocab_size - 1}")
-    for name, value in (("budget", budget), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
-            raise UserError(f"{name}: {value} given, 1 or more expected")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens: {max_new_tokens} given, 1 or more expected")
 
 
 def _finish_reason(tokens: Sequence[int], end: int, stop_ids: Collection[int], session: Session) -> FinishReason | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from specstream.models.errors import UserError
 from specstream.runtimes.drafters import DraftContext, Drafter, NoDrafter, StreamDrafter
 from specstream.runtimes.speculate import Block, accept, sanitise, speculate
-from specstream.runtimes.tree import StreamPolicy, TokenTree, every_row, likeliest_last, only_root, root_only
+from specstream.runtimes.tree import StreamPolicy, TokenTree, every_row, likeliest_last, likeliest_rows, only_root, root_only
 
 from .drafters import SPOILS, AlwaysRight, AlwaysWrong, Broken, Empty, OverBudget, Randomly
 from .fake_model import FakeModel
@@ -35,6 +36,7 @@ def compare_with_plain(
     model = model or FakeModel()
     plain_model = FakeModel(capacity=model.capacity)
     budget = options.pop("budget", 8)
+    controller = options.pop("controller", budget)
     policy = options.pop("policy", every_row)
     plain = list(speculate(plain_model, prompt, NoDrafter(), **options))  # type: ignore[arg-type]
     assert all(block.rows <= 1 and block.drafted == block.accepted == 0 for block in plain)
@@ -44,7 +46,7 @@ def compare_with_plain(
         longer = FakeModel(capacity=200)
         truth = prompt + emitted(list(speculate(longer, prompt, NoDrafter(), max_new_tokens=150)))
         drafter = maker(truth)
-    blocks = list(speculate(model, prompt, drafter, budget=budget, policy=policy, **options))  # type: ignore[arg-type]
+    blocks = list(speculate(model, prompt, drafter, budget=controller, policy=policy, **options))  # type: ignore[arg-type]
     assert emitted(blocks) == emitted(plain)
     assert [b.finish_reason for b in blocks[:-1]] == [None] * (len(blocks) - 1)
     assert blocks[-1].finish_reason == plain[-1].finish_reason
@@ -104,6 +106,51 @@ def test_broken_drafts_never_change_the_text(spoil: object, request: dict[str, o
 def test_streams(policy: str, request: dict[str, object], skill: float, stray_ids: bool, capacity: int) -> None:
     model = FakeModel(skill=skill, stray_ids=stray_ids, capacity=capacity)
     compare_with_plain(StreamDrafter(), model=model, policy=POLICIES[policy], **request)  # type: ignore[arg-type]
+
+
+@given(request=requests, skill=st.sampled_from([0.0, 0.5, 1.0]), stray_ids=st.booleans(), capacity=st.integers(31, 96))
+@example(
+    request={"prompt": [1] * 30, "max_new_tokens": 40, "stop_ids": set(), "budget": 8, "chunk": 7}, skill=1.0, stray_ids=False, capacity=33
+)
+def test_delayed_streams(request: dict[str, object], skill: float, stray_ids: bool, capacity: int) -> None:
+    model = FakeModel(skill=skill, stray_ids=stray_ids, capacity=capacity, delayed=True)
+    compare_with_plain(StreamDrafter(), model=model, **request)  # type: ignore[arg-type]
+
+
+def test_delayed_streams_are_always_fresh_and_never_run_in_vain() -> None:
+    model, blocks = compare_with_plain(StreamDrafter(), prompt=[3, 1, 4], model=FakeModel(delayed=True), max_new_tokens=41, budget=4)
+    assert [len(block.tokens) for block in blocks] == [1, *[4] * 10]  # a chain of γ = 3 below every root
+    assert model.drafts == len(blocks) - 1 == sum(block.stream_rows for block in blocks)
+    plain = FakeModel(delayed=True)
+    list(speculate(plain, [3, 1, 4], NoDrafter(), max_new_tokens=9))
+    assert plain.drafts == 0
+
+
+class Restless:
+    """A controller that changes its mind before every call."""
+
+    def __init__(self, seed: int, most: int) -> None:
+        self.random = random.Random(seed)
+        self.most = most
+        self.told: list[tuple[int, int, float]] = []
+
+    def budget(self) -> int:
+        return self.random.choice([1, 1, self.most])
+
+    def trim(self, tree: TokenTree) -> TokenTree:
+        return tree if self.random.random() < 0.5 else likeliest_rows(tree, self.random.randint(1, len(tree)))
+
+    def record(self, rows: int, emitted: int, expected: float) -> None:
+        self.told.append((rows, emitted, expected))
+
+
+@given(request=requests, skill=st.sampled_from([0.0, 0.5, 1.0]), delayed=st.booleans(), seed=st.integers(0, 10**6))
+def test_a_budget_that_changes(request: dict[str, object], skill: float, delayed: bool, seed: int) -> None:
+    controller = Restless(seed, int(request["budget"]))  # type: ignore[call-overload]
+    model = FakeModel(skill=skill, delayed=delayed)
+    _, blocks = compare_with_plain(StreamDrafter(), model=model, controller=controller, **request)  # type: ignore[arg-type]
+    assert [(rows, emitted) for rows, emitted, _ in controller.told] == [(block.rows, len(block.tokens)) for block in blocks[1:]]
+    assert all(1.0 <= expected <= rows + 1e-6 for rows, _, expected in controller.told)
 
 
 def test_right_streams_are_accepted_to_their_full_depth() -> None:
