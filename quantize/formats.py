@@ -107,7 +107,8 @@ def from_blocks(blocks: Blocks, form: BlockFormat) -> FloatArray:
 
     zero = 1 << (form.bits - 1) if blocks.zero_points is None else unpack(blocks.zero_points)[:, :count, None].astype(np.float32)
     values = unpack(blocks.packed).reshape(columns, count, form.block_size).astype(np.float32)
-    return np.ascontiguousarray(((values - zero) * blocks.scales[:, :, None]).reshape(columns, -1).T)
+    matrix: FloatArray = np.ascontiguousarray(((values - zero) * blocks.scales[:, :, None]).reshape(columns, -1).T)
+    return matrix
 
 
 def to_integers(matrix: FloatArray) -> tuple[npt.NDArray[np.int8], FloatArray]:
@@ -121,4 +122,5 @@ def round_rows(rows: FloatArray, form: IntegerFormat) -> FloatArray:
     largest = np.abs(rows).max(axis=-1, keepdims=True) if form.normalised else np.ones((len(rows), 1), dtype=np.float32)
     largest = np.maximum(largest, np.float32(1e-12))
     steps = np.clip(np.rint(rows / largest / form.scale), -ZERO, 255 - ZERO)
-    return (steps * np.float32(form.scale) * largest).astype(np.float32)
+    rounded: FloatArray = (steps * np.float32(form.scale) * largest).astype(np.float32)
+    return rounded

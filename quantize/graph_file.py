@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+import numpy as np
 import onnx_ir as ir
 
 INLINE_BYTES = 1024  # smaller tensors stay in the graph, where shape inference can read them
@@ -32,7 +33,7 @@ class WeightFile:
         self._stream: BinaryIO | None = None
 
     def __enter__(self) -> Self:
-        self._stream = open(self.path, "wb")  # noqa: SIM115 - closed by __exit__
+        self._stream = open(self.path, "wb")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -43,10 +44,14 @@ class WeightFile:
         """Write the graph to ``graph`` and its weights to this file. The model's large tensors become references to it."""
         for value in model.graph.initializers.values():
             tensor = value.const_value
-            if tensor is not None and tensor.nbytes > INLINE_BYTES:
+            if tensor is None:
+                continue
+            if tensor.nbytes > INLINE_BYTES:
                 value.const_value = self._put(tensor, value.name or "")
-                if isinstance(tensor, ir.ExternalTensor):
-                    tensor.release()  # its pages of the source file need not stay in memory
+            elif isinstance(tensor, ir.ExternalTensor):  # small and in the source's file, which will not be there
+                value.const_value = ir.tensor(np.array(tensor.numpy()), name=value.name)
+            if isinstance(tensor, ir.ExternalTensor):
+                tensor.release()  # its pages of the source file need not stay in memory
         ir.save(model, graph)
 
     def _put(self, tensor: ir.TensorProtocol, name: str) -> ir.ExternalTensor:

@@ -20,7 +20,7 @@ import onnx_ir as ir
 FloatArray = npt.NDArray[np.float32]
 
 SMALLEST = 32  # columns and rows of a matrix that is worth packing; low-rank maps are below it or named below
-LOW_RANK = (".lora_A", ".lora_B", "entry_down", "entry_up", "prune_down", "prune_up")
+LOW_RANK = (".lora_A", ".lora_B", "entry_", "correction_", "pair_", "prune_")  # parts of names
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Lookup:
 def find_products(model: ir.Model) -> list[Product]:
     """All products worth quantizing, in the graph's order. Low-rank updates are not among them."""
     found = [product for node in model.graph if (product := _product(node)) is not None]
-    return [p for p in found if min(p.shape) >= SMALLEST and not any(part in p.name for part in LOW_RANK)]
+    return [p for p in found if min(p.shape) >= SMALLEST and not _is_low_rank(p.weight)]
 
 
 def find_lookups(model: ir.Model) -> list[Lookup]:
@@ -88,8 +88,12 @@ def find_lookups(model: ir.Model) -> list[Lookup]:
         Lookup(node, table)
         for node in model.graph
         if node.op_type == "Gather" and node.domain == "" and node.attributes.get_int("axis", 0) == 0
-        if (table := node.inputs[0]) is not None and _is_matrix(table) and min(_shape(table)) >= SMALLEST
+        if (table := node.inputs[0]) is not None and _is_matrix(table) and min(_shape(table)) >= SMALLEST and not _is_low_rank(table)
     ]
+
+
+def _is_low_rank(weight: ir.Value) -> bool:
+    return any(part in (weight.name or "") for part in LOW_RANK)
 
 
 def _product(node: ir.Node) -> Product | None:

@@ -25,7 +25,9 @@ CONTRIB = "com.microsoft"
 
 
 def rewrite(model: ir.Model, plan: Mapping[str, Format]) -> dict[str, int]:
-    """Replace each product whose name is in ``plan``, and lookups in the tables of those that are heads.
+    """Replace each product and each lookup whose weight's name is in ``plan``.
+
+    A table that lookups read keeps rows of tokens together, so that a head, or another graph of the bundle, finds the same bytes.
 
     Returns:
         How many nodes of each kind were made: ``MatMulNBits``, ``MatMulIntegerToFloat``, ``GatherBlockQuantized``, ``Gather``.
@@ -37,17 +39,17 @@ def rewrite(model: ir.Model, plan: Mapping[str, Format]) -> dict[str, int]:
     tables = _Tables(model.graph)
     rounded = _Rounded(model.graph)
     products, lookups = find_products(model), find_lookups(model)
-    unknown = set(plan) - {product.name for product in products}
+    looked_up = {lookup.table.name or "" for lookup in lookups}
+    unknown = set(plan) - {product.name for product in products} - looked_up
     if unknown:
-        raise ValueError(f"the plan names products that the graph does not have: {', '.join(sorted(unknown))}")
-    shared = {product.name for product in products} & {lookup.table.name for lookup in lookups}
+        raise ValueError(f"the plan names weights that the graph does not have: {', '.join(sorted(unknown))}")
     for product in products:
         form = plan.get(product.name)
         if isinstance(form, BlockFormat):
             replace(product, _block_nodes(product, form, tables))
             counts["MatMulNBits"] += 1
         elif isinstance(form, IntegerFormat):
-            replace(product, _integer_nodes(product, form, tables, rounded, product.name in shared))
+            replace(product, _integer_nodes(product, form, tables, rounded, product.name in looked_up))
             counts["MatMulIntegerToFloat"] += 1
     for lookup in lookups:
         form = plan.get(lookup.table.name or "")

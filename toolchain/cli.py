@@ -22,6 +22,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "fetch": ("specstream.toolchain.fetch_command", "fetch"),
     "train": ("specstream.toolchain.train_command", "train"),
     "export": ("specstream.toolchain.export_command", "export"),
+    "quantize": ("specstream.toolchain.quantize_command", "quantize"),
+    "tune": ("specstream.toolchain.tune_command", "tune"),
     "generate": ("specstream.toolchain.generate_command", "generate"),
     "chat": ("specstream.toolchain.chat_command", "chat"),
     "verify": ("specstream.toolchain.verify_command", "verify"),

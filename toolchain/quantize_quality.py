@@ -50,7 +50,7 @@ def reference(bundle: Path, folder: Path, threads: int | None = None) -> dict[st
     Returns:
         ``tokens``, ``tokens_per_call``, ``exact_match``, ``perplexity``.
     """
-    lm = load(bundle, threads=threads)
+    lm = load(bundle, threads=threads, check=False)  # who calls has just read or written it
     asked = json.loads((folder / PROMPTS).read_text(encoding="utf-8"))
     answers = _answers(lm, asked)
     texts = [{"prompt": ids, "continuation": list(result.token_ids)} for ids, result in answers]
@@ -77,10 +77,11 @@ def compare(bundle: Path, folder: Path, threads: int | None = None, generate: bo
     Returns:
         ``tokens``, ``kl`` (mean of KL(reference || bundle) in nats), ``kl_max``, ``top1_agreement``, ``perplexity``;
         ``flip_rate`` (argmax of a row that changes with siblings' rows beside it), ``flip_rate_plain`` (that changes between calls of
-        one row and of two), ``rows_independent`` (bit-equal whatever the siblings' tokens are), ``rows_max_abs_diff``;
+        one row and of two), both None where no comparison fitted the context; ``rows_independent`` (bit-equal whatever the siblings'
+        tokens are), ``rows_max_abs_diff``;
         ``tokens_per_call``, ``exact_match``.
     """
-    lm = load(bundle, threads=threads)
+    lm = load(bundle, threads=threads, check=False)  # who calls has just read or written it
     texts = read_texts(folder)
     stored = np.load(folder / LOGPROBS, mmap_mode="r")
     place, said, agreeing = 0, 0.0, 0
@@ -130,6 +131,8 @@ def compare_rows(session: Session, texts: Sequence[tuple[list[int], list[int]]])
         prefill(session, prompt)
         for start in range(0, len(continuation), ROW_DEPTH):
             tokens = continuation[start : start + ROW_DEPTH]
+            if session.length + 2 * len(tokens) > session.capacity:
+                break  # the chain with its siblings does not fit any more
             alone = _run(session, chain(tokens[0], tokens[1:]))
             places, first, second = _with_siblings(tokens, session.vocab_size)
             beside, beside_others = _run(session, first)[places], _run(session, second)[places]
@@ -143,8 +146,8 @@ def compare_rows(session: Session, texts: Sequence[tuple[list[int], list[int]]])
                 session.commit([0])
             rows += len(tokens)
     return {
-        "flip_rate": flips / rows,
-        "flip_rate_plain": plain_flips / rows,
+        "flip_rate": flips / rows if rows else None,
+        "flip_rate_plain": plain_flips / rows if rows else None,
         "rows_independent": independent,
         "rows_max_abs_diff": largest,
         "rows_compared": rows,
