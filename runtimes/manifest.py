@@ -76,12 +76,12 @@ class QuantizationInfo:
         accuracy_level: of the products with blocks: 4 rounds activations to 8 bits, 0 keeps them.
         rows_independent: whether no scale of a row's activations depends on the rows beside it.
         products: how many matrices each kind of operator holds.
-        session_options: entries that ONNX Runtime's session should have for right results.
+        requires: what a processor needs for right results, in words; None when any will do.
         quality: figures of the bundle beside those of the one it was made of; None when no texts were given to compare.
     """
 
     LATER: ClassVar[frozenset[str]] = frozenset(  # keys that manifests of earlier versions lack
-        {"block_size", "accuracy_level", "rows_independent", "products", "session_options", "quality"}
+        {"block_size", "accuracy_level", "rows_independent", "products", "requires", "quality"}
     )
 
     scheme: str
@@ -89,7 +89,7 @@ class QuantizationInfo:
     accuracy_level: int | None = None
     rows_independent: bool | None = None
     products: dict[str, int] | None = None
-    session_options: dict[str, str] | None = None
+    requires: str | None = None
     quality: dict[str, Any] | None = None
 
 

@@ -24,7 +24,6 @@ from specstream.runtimes.tree import FloatArray
 
 Sizes = dict[str, dict[int, int]]  # of a graph's value, by name and axis
 
-EXACT_INT8 = "session.x64quantprecision"  # without it, sums of unsigned times signed bytes saturate on x86 processors without VNNI
 FIRST_ALLOCATION = 512  # rows of cache at the start when no capacity is asked for; it doubles from there
 
 
@@ -268,8 +267,6 @@ def _load_graph(bundle: Bundle, name: str, threads: int) -> ort.InferenceSession
     options.log_severity_level = 3
     # A memory pattern is kept for each set of input shapes; they repeat while the past grows, which no pattern knows.
     options.enable_mem_pattern = False
-    if (bundle.manifest.quantization.session_options or {}).get(EXACT_INT8) == "1":  # no other entry is a bundle's business
-        options.add_session_config_entry(EXACT_INT8, "1")
     # ONNX Runtime refuses weights behind a link that leaves the graph's own folder, so it gets their content from us.
     files = _files_beside(bundle, graph)
     home = graph.resolve().parent

@@ -227,18 +227,16 @@ class _Attempt:
 
     def manifest(self, written: Written | None, quality: dict[str, Any] | None, before: dict[str, Any] | None) -> Manifest:
         options = self.quantizer.options
-        from specstream.quantize.schemes import SESSION_OPTIONS
+        from specstream.quantize.schemes import REQUIRES
 
         products = {} if written is None else written.products
-        # While the bundle is only tried, what it will hold is not counted yet: the options do no harm.
-        integer = written is None or "MatMulIntegerToFloat" in products
         info = QuantizationInfo(
             scheme=options.scheme,
             block_size=options.block_size,
             accuracy_level=options.accuracy_level,
             rows_independent=True,
             products=products,
-            session_options=dict(SESSION_OPTIONS) if integer else {},
+            requires=REQUIRES if "MatMulIntegerToFloat" in products else None,
             quality=None if quality is None else {**quality, "reference": before},
         )
         tools = self.source.manifest.tools | {
