@@ -21,7 +21,7 @@ from rich.table import Table
 
 from specstream.models.errors import UserError
 from specstream.runtimes import load
-from specstream.runtimes.language_model import LanguageModel, StreamRows
+from specstream.runtimes.language_model import Budget, LanguageModel, StreamRows
 from specstream.toolchain.cli import run
 from specstream.toolchain.report import json_option, write_report
 
@@ -39,14 +39,17 @@ def same(text: str, reference: str) -> bool:
     return " ".join(text.split()).casefold() == " ".join(reference.split()).casefold()
 
 
-def measure(lm: LanguageModel, rows: list[dict[str, Any]], budget: int, stream_rows: StreamRows, max_new_tokens: int) -> dict[str, Any]:
+def measure(
+    lm: LanguageModel, rows: list[dict[str, Any]], draft: str, budget: int, stream_rows: StreamRows, max_new_tokens: int
+) -> dict[str, Any]:
     """Answer every prompt with speculation; tokens per call pooled over prompts, as the design defines it."""
     tokens = calls = hits = 0
     for row in track(rows, description=f"{budget} rows", console=Console(stderr=True), transient=True):
-        result = lm.generate(row["prompt"], max_new_tokens, "auto", budget=budget, stream_rows=stream_rows)
+        result = lm.generate(row["prompt"], max_new_tokens, draft, budget=budget, stream_rows=stream_rows)
         tokens, calls = tokens + result.tokens - 1, calls + result.calls
         hits += same(result.text, row.get("completion", ""))
     return {
+        "draft": draft,
         "budget": budget,
         "stream_rows": stream_rows,
         "prompts": len(rows),
@@ -57,19 +60,22 @@ def measure(lm: LanguageModel, rows: list[dict[str, Any]], budget: int, stream_r
     }
 
 
-def race(lm: LanguageModel, rows: list[dict[str, Any]], budget: int, stream_rows: StreamRows, max_new_tokens: int) -> dict[str, Any]:
+def race(
+    lm: LanguageModel, rows: list[dict[str, Any]], draft: str, budget: Budget, stream_rows: StreamRows, max_new_tokens: int
+) -> dict[str, Any]:
     """Plain and speculative decoding of each prompt in turn; the order alternates, so that a drift meets both alike."""
-    lm.generate(rows[0]["prompt"], max_new_tokens, "auto", budget=budget, stream_rows=stream_rows)
+    lm.generate(rows[0]["prompt"], max_new_tokens, draft, budget=budget, stream_rows=stream_rows)
     lm.generate(rows[0]["prompt"], max_new_tokens, "none")
     speeds: dict[str, list[float]] = {"plain": [], "speculative": []}
     for i, row in enumerate(track(rows, description="in turn", console=Console(stderr=True), transient=True)):
         for name in ("plain", "speculative") if i % 2 else ("speculative", "plain"):
-            draft = "none" if name == "plain" else "auto"
-            result = lm.generate(row["prompt"], max_new_tokens, draft, budget=budget, stream_rows=stream_rows)
+            drafts = "none" if name == "plain" else draft
+            result = lm.generate(row["prompt"], max_new_tokens, drafts, budget=budget, stream_rows=stream_rows)
             if result.tokens_per_second is not None:
                 speeds[name].append(result.tokens_per_second)
     ratios = [s / p for s, p in zip(speeds["speculative"], speeds["plain"], strict=True)]
     return {
+        "draft": draft,
         "budget": budget,
         "stream_rows": stream_rows,
         "prompts": len(ratios),
@@ -86,6 +92,7 @@ def race(lm: LanguageModel, rows: list[dict[str, Any]], budget: int, stream_rows
 @click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, help="Prompts, from the start of DATA.")
 @click.option("--budgets", default="16", show_default=True, help="Main rows of a call, several with commas.")
 @click.option("--stream-rows", default="all", show_default=True, help="Rows that carry streams: all, root, or numbers with commas.")
+@click.option("--draft", default="streams", show_default=True, help="Where drafts come from: streams, joined, lookup.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--speed", is_flag=True, help="Race plain and speculative decoding as well.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.")
@@ -96,6 +103,7 @@ def task(
     limit: int,
     budgets: str,
     stream_rows: str,
+    draft: str,
     max_new_tokens: int,
     speed: bool,
     threads: int | None,
@@ -112,7 +120,7 @@ def task(
         (int(budget), int(kind) if kind.isdigit() else kind) for budget in budgets.split(",") for kind in stream_rows.split(",")
     ]
     for budget, kind in pairs:
-        got = measure(lm, rows, budget, kind, max_new_tokens)
+        got = measure(lm, rows, draft, budget, kind, max_new_tokens)
         report["runs"].append(got)
         table.add_row(str(budget), str(kind), f"{got['tokens_per_call']:.2f}", f"{got['exact_match']:.1%}")
     Console().print(table)
@@ -121,7 +129,7 @@ def task(
         for column in ("rows a call", "with streams", "plain tokens/s", "speculative tokens/s", "speed-up", "lower quartile"):
             table.add_column(column, justify="right")
         for budget, kind in pairs:
-            got = race(lm, rows, budget, kind, max_new_tokens)
+            got = race(lm, rows, draft, budget, kind, max_new_tokens)
             report["races"].append(got)
             table.add_row(
                 str(budget),

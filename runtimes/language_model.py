@@ -6,23 +6,30 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from specstream.models.errors import UserError
+from specstream.runtimes.adaptive import PRIOR_COSTS, AdaptiveBudget
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.drafters import Drafter, NoDrafter, StreamDrafter
+from specstream.runtimes.joined import PRIOR_WEIGHTS, JoinedDrafter
+from specstream.runtimes.lookup import SuffixIndex, fold_vocabulary
 from specstream.runtimes.manifest import Manifest
-from specstream.runtimes.ort_session import OrtSession
+from specstream.runtimes.ngrams import NGRAM_FILE, NgramTable
+from specstream.runtimes.ort_session import OrtSession, usable_cores
+from specstream.runtimes.profile import DeviceProfile, load_profile
 from specstream.runtimes.session import Session
 from specstream.runtimes.speculate import FinishReason, speculate
 from specstream.runtimes.text import Message, TextCodec
 from specstream.runtimes.tree import StreamPolicy, every_row, likeliest_last, only_root
 
-DEFAULT_BUDGET = 8  # with one row of streams: the fastest of those tried with fp32 weights on two cores
-DEFAULT_STREAM_ROWS = 1
+DEFAULT_BUDGET = 16  # rows of a call at most where nobody says otherwise; the adaptive budget takes as many as pay
+DEFAULT_STREAM_ROWS = 1  # beside rows: the fastest of those tried with fp32 weights on two cores
 
 Prompt = str | Sequence[Message] | Sequence[int]
-Draft = str | Drafter  # a name: auto, streams, none
+DRAFTS = ("auto", "joined", "streams", "lookup", "none")
+Draft = str | Drafter  # one of DRAFTS
+Budget = int | Literal["adaptive"]
 StreamRows = int | str  # a number of rows, or a name: all, root
 
 
@@ -63,16 +70,36 @@ class GenerationResult:
 class LanguageModel:
     """Generates text with a session. Made by :func:`load`; one text at a time, not for use from several threads at once.
 
+    Args:
+        profile: what ``specstream tune`` found out about this device; usual values without it.
+        ngrams: the task's table, another source of drafts.
+
     Attributes:
         manifest: of the bundle.
         last: the result of the last text that was streamed to its end.
     """
 
-    def __init__(self, manifest: Manifest, session: Session, codec: TextCodec) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        session: Session,
+        codec: TextCodec,
+        profile: DeviceProfile | None = None,
+        ngrams: NgramTable | None = None,
+    ) -> None:
         self.manifest = manifest
         self.session = session
         self.codec = codec
+        self.profile = profile
+        self.ngrams = ngrams
         self.last: GenerationResult | None = None
+        self._drafters: dict[str, Drafter] = {}
+        self._controllers: dict[bool, AdaptiveBudget] = {}
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of the session's operators, where it has a number of them."""
+        return getattr(self.session, "threads", None)
 
     def generate(
         self,
@@ -81,8 +108,8 @@ class LanguageModel:
         draft: Draft = "auto",
         *,
         raw: bool = False,
-        budget: int = DEFAULT_BUDGET,
-        stream_rows: StreamRows = DEFAULT_STREAM_ROWS,
+        budget: Budget = "adaptive",
+        stream_rows: StreamRows | None = None,
     ) -> GenerationResult:
         """The whole text at once; arguments as in :meth:`stream`."""
         for _ in self.stream(prompt, max_new_tokens, draft, raw=raw, budget=budget, stream_rows=stream_rows):
@@ -97,24 +124,31 @@ class LanguageModel:
         draft: Draft = "auto",
         *,
         raw: bool = False,
-        budget: int = DEFAULT_BUDGET,
-        stream_rows: StreamRows = DEFAULT_STREAM_ROWS,
+        budget: Budget = "adaptive",
+        stream_rows: StreamRows | None = None,
     ) -> Iterator[str]:
         """Text as it comes, in pieces of whole characters. Afterwards :attr:`last` has the result.
 
         Args:
             prompt: a user's text, messages ``{"role", "content"}``, or token ids.
             max_new_tokens: tokens to emit at most.
-            draft: ``auto`` (streams if the bundle has them), ``streams``, ``none`` (plain decoding), or a drafter. The text is the
+            draft: ``joined`` (streams, prompt lookup and the task's n-grams, as far as the bundle has them), ``streams``, ``lookup``,
+                ``none`` (plain decoding), ``auto`` (what the device profile says, else ``joined``), or a drafter. The text is the
                 same with any.
             raw: take a text as it is, without the chat template.
-            budget: rows of a verifying call at most, stream rows not counted.
-            stream_rows: how many of them carry streams: ``all``, ``root``, or the n likeliest to be the last accepted.
+            budget: rows of a verifying call at most, stream rows not counted; ``adaptive`` follows what drafts have given so far,
+                over all texts of this object, down to plain decoding.
+            stream_rows: how many of them carry streams: ``all``, ``root``, or the n likeliest to be the last accepted. Means nothing
+                for delayed streams, which run beside the last accepted row only.
 
         Raises:
             UserError: a prompt that is empty or too long, or an argument that makes no sense.
         """
-        drafter, policy = self.drafter(draft), stream_policy(stream_rows)
+        drafter = self.drafter(draft)
+        if stream_rows is None:
+            stream_rows = max(self.profile.stream_rows, 1) if self.profile is not None else DEFAULT_STREAM_ROWS
+        policy = stream_policy(stream_rows)
+        rows = self._adaptive(drafter) if budget == "adaptive" else budget
         start = time.perf_counter()
         prompt_ids = self.prompt_ids(prompt, raw)
         self.last = None
@@ -124,7 +158,7 @@ class LanguageModel:
             prompt_ids,
             drafter,
             policy=policy,
-            budget=budget,
+            budget=rows,
             max_new_tokens=max_new_tokens,
             stop_ids=self.codec.stop_ids,
         )
@@ -191,14 +225,38 @@ class LanguageModel:
         """
         if not isinstance(draft, str):
             return draft
+        if draft not in DRAFTS:
+            raise UserError(f"draft: {draft!r} is unknown; one of {', '.join(DRAFTS)} expected")
         streams = self.manifest.streams
-        if draft == "none" or (draft == "auto" and streams is None):
+        if draft == "streams" and streams is None:
+            raise UserError("draft: this bundle has no streams; export it with --adapter, or use auto, lookup or none")
+        if draft == "auto":
+            draft = self.profile.draft if self.profile is not None else "joined"
+        if draft not in self._drafters:
+            self._drafters[draft] = self._make_drafter(draft)
+        return self._drafters[draft]
+
+    def _make_drafter(self, draft: str) -> Drafter:
+        streams = self.manifest.streams
+        temperatures = streams.calibration if streams is not None else ()
+        if draft == "none":
             return NoDrafter()
-        if draft not in ("auto", "streams"):
-            raise UserError(f"draft: {draft!r} is unknown; auto, streams or none expected")
-        if streams is None:
-            raise UserError("draft: this bundle has no streams; export it with --adapter, or use auto or none")
-        return StreamDrafter(streams.calibration)
+        if draft == "streams":
+            return StreamDrafter(temperatures)
+        lookup = SuffixIndex(fold_vocabulary(self.codec.tokenizer, self.manifest.model.vocab_size))
+        weights = self.profile.weights if self.profile is not None and self.profile.weights is not None else PRIOR_WEIGHTS
+        joined = draft == "joined"
+        return JoinedDrafter(joined and streams is not None, lookup, self.ngrams if joined else None, weights, temperatures)
+
+    def _adaptive(self, drafter: Drafter) -> AdaptiveBudget:
+        """The controller of this drafter's kind: what it has learned of earlier texts stays."""
+        streams = drafter.uses_streams and self.session.num_streams > 0
+        if streams not in self._controllers:
+            costs = self.profile.costs if self.profile is not None else PRIOR_COSTS
+            self._controllers[streams] = AdaptiveBudget(costs, DEFAULT_BUDGET, streams)
+        controller = self._controllers[streams]
+        controller.new_text()
+        return controller
 
 
 def stream_policy(stream_rows: StreamRows) -> StreamPolicy:
@@ -216,18 +274,25 @@ def stream_policy(stream_rows: StreamRows) -> StreamPolicy:
     return likeliest_last(stream_rows)
 
 
-def load(path: str | os.PathLike[str], threads: int | None = None, capacity: int | None = None, check: bool = True) -> LanguageModel:
+def load(
+    path: str | os.PathLike[str], threads: int | None = None, capacity: int | None = None, check: bool = True, profile: bool = True
+) -> LanguageModel:
     """Open a bundle.
 
     Args:
         path: the bundle's folder.
-        threads: for the graph's operators; all usable cores when left out.
+        threads: for the graph's operators; left out, what the device profile says, else all usable cores.
         capacity: rows of cache to allocate at once and never exceed; grows as needed when left out.
         check: compare the hash of every file.
+        profile: use what ``specstream tune`` found out about this bundle on this device, if it did.
 
     Raises:
-        UserError: no bundle, a damaged one, or arguments that make no sense.
+        UserError: no bundle, a damaged one or a damaged profile, or arguments that make no sense.
     """
     bundle = Bundle.load(path, check=check)
     codec = TextCodec.from_bundle(bundle)
-    return LanguageModel(bundle.manifest, OrtSession(bundle, threads=threads, capacity=capacity), codec)
+    found = load_profile(bundle.manifest, usable_cores()) if profile else None
+    if threads is None and found is not None:
+        threads = found.threads
+    ngrams = NgramTable.load(bundle.path(NGRAM_FILE), bundle.manifest.model.vocab_size) if bundle.has(NGRAM_FILE) else None
+    return LanguageModel(bundle.manifest, OrtSession(bundle, threads=threads, capacity=capacity), codec, found, ngrams)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from specstream.models.errors import UserError
 
+NGRAM_FILE: Final = "ngrams.npz"  # in an adapter's folder and in a bundle
 NGRAM_FORMAT: Final = 1
 _MULTIPLIER: Final = 0x9E3779B97F4A7C15  # odd, so that a context's hash depends on every token in it
 _MASK: Final = (1 << 64) - 1

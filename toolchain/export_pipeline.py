@@ -30,6 +30,7 @@ from specstream.runtimes.manifest import (
     StreamInfo,
     TokenizerInfo,
 )
+from specstream.runtimes.ngrams import NGRAM_FILE, NgramTable
 from specstream.runtimes.text import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 
 if TYPE_CHECKING:
@@ -132,6 +133,9 @@ def export_bundle(
 
         say("writing the bundle")
         _write_tokenizer(writer, tokenizer)
+        if adapter is not None and (adapter / NGRAM_FILE).is_file():
+            ngrams = NgramTable.load(adapter / NGRAM_FILE, sizes.vocab_size)
+            ngrams.save(writer.path(NGRAM_FILE))
         license_ = load_license(source)
         writer.path("LICENSE").write_text(_license_note(source.name, license_), encoding="utf-8")
         written = sum(file.stat().st_size for file in writer.folder.rglob("*") if file.is_file())

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Read the prompt from a file; '-' is standard input.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens to generate at most.")
-@click.option("--draft", default="auto", show_default=True, metavar="NAME", help="auto (streams if there are any), streams, or none.")
-@click.option("--budget", type=click.IntRange(min=1), metavar="ROWS", help="Rows of a verifying call at most.")
+@click.option(
+    "--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none."
+)
+@click.option("--budget", type=click.IntRange(min=1), metavar="ROWS", help="Rows of a verifying call at most.  [default: as many as pay]")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
 @click.option("--raw", is_flag=True, help="Take the prompt as it is, without the chat template.")
 @click.option("--stats/--no-stats", default=True, help="End with a line of statistics on standard error.")
@@ -50,19 +52,17 @@ def generate(
     text = read_prompt(prompt, prompt_file)
 
     from specstream.runtimes import load
-    from specstream.runtimes.language_model import DEFAULT_BUDGET
-    from specstream.runtimes.ort_session import usable_cores
 
     lm = load(bundle, threads=threads)
     # --draft is checked against the names that the runtime knows.
-    for piece in lm.stream(text, max_new_tokens, draft, raw=raw, budget=budget or DEFAULT_BUDGET):
+    for piece in lm.stream(text, max_new_tokens, draft, raw=raw, budget=budget or "adaptive"):
         click.echo(piece, nl=False)
     click.echo()
     assert lm.last is not None
     if stats:
         click.echo(click.style(statistics(lm.last), dim=True), err=True)
     model, scheme = lm.manifest.model.name, lm.manifest.quantization.scheme
-    made_by = {"model": model, "scheme": scheme, "threads": threads or usable_cores(), "draft": draft}
+    made_by = {"model": model, "scheme": scheme, "threads": lm.threads, "draft": draft}
     write_report(json_file, "generate", made_by | lm.last.to_json())
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from specstream.models.base import TokenizerBundle
+    from specstream.models.data import TokenRow
     from specstream.models.train import TrainOptions
+    from specstream.runtimes.ngrams import NgramTable
 
 REPORT_SCHEMA = 1
 WORK_FILES = ("run.json", "main.pt", "checkpoint-main.pt", "checkpoint-streams.pt", "checkpoint-joint.pt")
+PROMPT_TAIL = 4  # tokens of the prompt before an output, as far back as an n-gram's context reaches
 FREE_BYTES = 256 << 20  # checkpoints of a run hold three copies of the trained parameters
 
 Progress = Callable[[str, int, int, dict[str, Any]], None]
@@ -127,8 +130,10 @@ def train_adapter(
 
     from specstream.models.adapter import Adapter, save_adapter
     from specstream.models.plot import plot_log
+    from specstream.runtimes.ngrams import NGRAM_FILE
 
     save_adapter(work, trained.config, trained.tensors)
+    task_ngrams(encoded, known.vocab_size).save(work / NGRAM_FILE)
     plot_log(work / "train.jsonl", work / "train.png")
     adapter = Adapter(trained.config, trained.tensors)
     report: dict[str, Any] = {
@@ -156,6 +161,13 @@ def train_adapter(
         shutil.rmtree(out)
     work.rename(out)
     return report
+
+
+def task_ngrams(rows: Sequence[TokenRow], vocab_size: int) -> NgramTable:
+    """The table of the task's outputs that ships with its adapter; the prompt's last tokens help to predict the first ones."""
+    from specstream.runtimes.ngrams import build_ngrams
+
+    return build_ngrams((row.ids[max(row.start - PROMPT_TAIL, 0) :] for row in rows), vocab_size)
 
 
 def seconds_spent(log: Path) -> float:
