@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tokenizers import Tokenizer
+
 LONGEST_MATCH: Final = 8  # longer matches count as this long
 _OCCURRENCES: Final = 16  # the latest ones of an n-gram; older ones are not looked at, so a call's time does not grow with the text
 
@@ -132,5 +134,15 @@ def fold_tokens(pieces: Sequence[str]) -> list[int]:
         pieces: the text of each token, by id.
     """
     classes: dict[str, int] = {}
-    # A token of white space alone stays what it is: classes of its own.
-    return [classes.setdefault(piece.strip().casefold() or f" {piece}", i) for i, piece in enumerate(pieces)]
+    folded = []
+    for token, piece in enumerate(pieces):
+        name = piece.strip().casefold()
+        # White space, and bytes that are no whole character, are classes of their own.
+        alone = not name or "\N{REPLACEMENT CHARACTER}" in piece
+        folded.append(token if alone else classes.setdefault(name, token))
+    return folded
+
+
+def fold_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """:func:`fold_tokens` for a tokenizer; ids that it does not know are classes of their own."""
+    return fold_tokens(tokenizer.decode_batch([[token] for token in range(vocab_size)], skip_special_tokens=False))

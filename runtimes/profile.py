@@ -15,7 +15,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from specstream.models.errors import UserError
 from specstream.runtimes.adaptive import CallCosts
@@ -103,8 +103,11 @@ class DeviceProfile:
         if problems:
             raise UserError(f"device profile: {'; '.join(problems)}")
 
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: Path | str = "profile") -> DeviceProfile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from specstream.runtimes.adaptive import BudgetController, FixedBudget
 from specstream.runtimes.drafters import DraftContext, Drafter, Streams
 from specstream.runtimes.session import Session
 from specstream.runtimes.speculate import sanitise, speculate
@@ -42,11 +43,13 @@ class Replay:
     Attributes:
         emitted: tokens of each call, the correction included.
         rows: of each call, the root included.
+        budgets: rows that each call might have had; 1 for a call that was meant to be plain.
         expected: what the tree's own probabilities say of each call's tokens: Σ over rows of the probability of its path.
     """
 
     emitted: tuple[int, ...]
     rows: tuple[int, ...]
+    budgets: tuple[int, ...]
     expected: tuple[float, ...]
 
     @property
@@ -85,27 +88,33 @@ def record(session: Session, prompt_ids: Sequence[int], *, max_new_tokens: int, 
     return Recording(tuple(prompt_ids), tokens, tuple(recorder.streams), max_new_tokens, session.vocab_size)
 
 
-def replay(recording: Recording, drafter: Drafter, budget: int, policy: StreamPolicy | None = None) -> Replay:
+def replay(recording: Recording, drafter: Drafter, budget: int | BudgetController, policy: StreamPolicy | None = None) -> Replay:
     """The calls that speculation would have made.
 
     Args:
-        budget: rows of a call at most, the root included.
+        budget: rows of a call at most, the root included; or what decides that before each call.
         policy: which rows of a tree carry streams; left out, streams are always those of the last accepted row, as with all rows
             carrying them or with the delayed placement.
     """
+    controller: BudgetController = FixedBudget(budget) if isinstance(budget, int) else budget
     text = list(recording.prompt_ids)
     text.append(recording.tokens[0])
     done, end = 1, len(recording.prompt_ids) + recording.max_new_tokens
     streams = recording.streams[0] if recording.streams else None
-    emitted, rows, expected = [], [], []
+    emitted, rows, budgets, expected = [], [], [], []
     while done < len(recording.tokens):
-        context = DraftContext(text, streams if drafter.uses_streams else None, budget, end - len(text) - 1)
-        tree, _ = sanitise(drafter.propose(context), context, recording.vocab_size)
+        most = controller.budget()
+        context = DraftContext(text, streams if drafter.uses_streams else None, most, end - len(text) - 1)
+        tree = root_only(context.root)
+        if most > 1:
+            tree = controller.trim(sanitise(drafter.propose(context), context, recording.vocab_size)[0])
         path = right_path(tree, recording.tokens[done:])
         count = min(len(path), len(recording.tokens) - done)
         emitted.append(count)
         rows.append(len(tree))
+        budgets.append(most)
         expected.append(float(path_probabilities(tree).sum()))
+        controller.record(len(tree), count, expected[-1])
         if policy is None:
             carrying = count - 1
         else:
@@ -115,7 +124,7 @@ def replay(recording: Recording, drafter: Drafter, budget: int, policy: StreamPo
         if carrying >= 0 and done + carrying < len(recording.streams):
             streams = recording.streams[done + carrying]
         done += count
-    return Replay(tuple(emitted), tuple(rows), tuple(expected))
+    return Replay(tuple(emitted), tuple(rows), tuple(budgets), tuple(expected))
 
 
 def right_path(tree: TokenTree, following: Sequence[int]) -> list[int]:

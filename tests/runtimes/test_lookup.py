@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specstream.runtimes.lookup import LONGEST_MATCH, Continuation, Matches, SuffixIndex, fold_tokens
+from specstream.runtimes.lookup import LONGEST_MATCH, Continuation, Matches, SuffixIndex, fold_tokens, fold_vocabulary
+
+from .tiny_bundle import tokenizer
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -76,12 +78,20 @@ def test_below_a_token_that_never_occurred_there_is_nothing() -> None:
 
 
 def test_folded_tokens_match_across_case_and_spaces() -> None:
-    fold = fold_tokens(["Nepal", " nepal", " ", "\n", "is", " Is", "high"])
-    assert fold[0] == fold[1]
-    assert fold[4] == fold[5]
-    assert len(set(fold)) == 5
+    fold = fold_tokens(["Nepal", " nepal", " ", "\n", "is", " Is", "high", "\ufffd", "\ufffd", ""])
+    assert fold == [0, 0, 2, 3, 4, 4, 6, 7, 8, 9]
     index = SuffixIndex(fold)
     index.update([0, 5, 6, 3, 1])
     assert [c.token for c in index.continuations(index.root_matches())] == [5]
     # A path goes on with what really stood there, whichever of the class was drafted.
     assert [c.token for c in index.continuations(index.child_matches(index.root_matches(), [4]))] == [6]
+
+
+def test_a_tokenizers_vocabulary_is_folded() -> None:
+    made = tokenizer()
+    size = made.get_vocab_size()
+    fold = fold_vocabulary(made, size + 2)  # a model's vocabulary may be padded
+    assert len(fold) == size + 2
+    assert fold[made.token_to_id("T")] == fold[made.token_to_id("t")]
+    assert fold[-2:] == [size, size + 1]
+    assert fold[made.token_to_id("\u00e6")] == made.token_to_id("\u00e6")  # a byte that begins a character

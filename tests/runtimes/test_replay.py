@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specstream.runtimes.adaptive import AdaptiveBudget
 from specstream.runtimes.drafters import NoDrafter, StreamDrafter
 from specstream.runtimes.replay import record, replay
 from specstream.runtimes.speculate import speculate
@@ -38,3 +39,16 @@ def test_without_a_policy_streams_are_always_the_freshest() -> None:
     plain = replay(recording, NoDrafter(), 12)
     assert set(plain.emitted) == set(plain.rows) == {1}
     assert plain.expected == (1.0,) * 39
+
+
+def test_an_adaptive_budget_decides_before_each_call() -> None:
+    bad = record(FakeModel(skill=0.0, capacity=512), PROMPT, max_new_tokens=200, stop_ids=())
+    controller = AdaptiveBudget()
+    found = replay(bad, StreamDrafter(), controller)
+    assert found.tokens == 199
+    assert found.budgets.count(1) > 150
+    assert all(rows == 1 for rows, budget in zip(found.rows, found.budgets, strict=True) if budget == 1)
+    good = record(FakeModel(skill=1.0, capacity=512), PROMPT, max_new_tokens=200, stop_ids=())
+    found = replay(good, StreamDrafter(), AdaptiveBudget())
+    assert found.budgets.count(1) == 0
+    assert found.calls < 80
