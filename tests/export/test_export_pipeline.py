@@ -24,6 +24,8 @@ from specstream.models.config import StreamConfig
 from specstream.models.errors import CheckFailed, UserError
 from specstream.models.stream_model import StreamModel
 from specstream.runtimes.bundle import Bundle
+from specstream.runtimes.language_model import load
+from specstream.runtimes.ngrams import NGRAM_FILE, build_ngrams
 from specstream.runtimes.ort_session import OrtSession
 from specstream.runtimes.session import Rows
 from specstream.toolchain import export_pipeline
@@ -63,6 +65,40 @@ def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.draft_vocab.copy_(torch.arange(0, 80, 2))
     save_adapter(folder, config, stream_tensors(model))
     return folder
+
+
+def test_a_delayed_bundle_speaks_the_plain_text(base_folder: Path, tmp_path: Path) -> None:
+    """Two graphs on one cache, the task's n-grams beside them; drafts of every kind leave the text as it is."""
+    base = tiny_base("Llama")
+    config = StreamConfig(
+        identity(base, "LlamaForCausalLM"), "lossless", num_streams=3, stream_layers=1, top_k=4, stream_rank=2, draft_vocab_size=40,
+        placement="delayed", correction_rank=3, pair_rank=2, prune_rank=0,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    model = StreamModel(base, config)
+    for parameter in model.stream_parameters().values():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.draft_vocab.copy_(torch.arange(0, 80, 2))
+    (tmp_path / "adapter").mkdir()
+    save_adapter(tmp_path / "adapter", config, stream_tensors(model))
+    rng = np.random.default_rng(0)
+    build_ngrams(rng.integers(0, VOCAB, (20, 12)), VOCAB, min_count=1).save(tmp_path / "adapter" / NGRAM_FILE)
+    report = export_bundle(str(base_folder), tmp_path / "bundle", tmp_path / "adapter")
+    assert report["parity"]["top1_agreement"] == 1.0
+    lm = load(tmp_path / "bundle", profile=False)
+    assert lm.session.delayed
+    assert lm.ngrams is not None
+    for prompt in ("hello", "a b a b a b", "?"):
+        plain = lm.generate(prompt, 40, "none")
+        assert plain.drafted == 0
+        for draft in ("streams", "joined", "lookup"):
+            for budget in (1, 5, 16, "adaptive"):
+                result = lm.generate(prompt, 40, draft, budget=budget)  # type: ignore[arg-type]
+                assert result.token_ids == plain.token_ids
+        assert lm.generate(prompt, 40, "streams", budget=16).drafted > 0
+    lm.session.rewind(0)
+    with pytest.raises(ValueError, match="without a row committed"):
+        lm.session.draft(1)
 
 
 @pytest.fixture(scope="module")
