@@ -35,7 +35,7 @@ from specstream.models.stream_model import StreamModel
 
 Stage = Literal["main", "streams", "joint"]
 
-VECTOR_SCALE = 0.1  # standard deviation of stream vectors at the start, in units of the entry states' RMS
+VECTOR_SCALE = 0.3  # standard deviation of stream vectors at the start, in units of the entry states' RMS
 
 
 @dataclass(frozen=True)
