@@ -13,30 +13,39 @@ import numpy as np
 import onnx_ir as ir
 
 from specstream.quantize.calibrate import Sample
-from specstream.quantize.formats import BlockFormat, FloatArray, Format, IntegerFormat, from_blocks, round_rows, to_blocks, to_integers
+from specstream.quantize.formats import BlockFormat, FloatArray, Format, IntegerFormat, round_rows, to_integers
 from specstream.quantize.products import Product
 from specstream.quantize.smooth import Group, find_groups
 
 STRENGTHS = (0.0, 0.35, 0.5, 0.65, 0.8)  # α of SmoothQuant's equation 4; 0 leaves channels as they are
 CLIPS = (1.0, 0.85, 0.7, 0.55)  # of the largest magnitude seen: what is above is cut, what is below is finer
 SEARCH_ROWS = 64
+MOST_PRODUCTS = 300_000_000  # multiplications of one trial: about a tenth of a second on a core
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The best of each kind for one product, with its error.
+    """The best scale of each kind for one weight, with its error.
 
     Attributes:
         static: fixed scale of all rows.
         normalised: fixed scale of rows divided by their maxima.
-        error_static, error_normalised, error_blocks: relative squared errors of the result; blocks are 8 bits wide.
+        error_static, error_normalised: relative squared errors of the result.
     """
 
     static: IntegerFormat
     normalised: IntegerFormat
     error_static: float
     error_normalised: float
-    error_blocks: float
+
+    def joined(self, other: Fit) -> Fit:
+        """What suits two products that share a weight: the wider scale, the larger errors."""
+        return Fit(
+            max(self.static, other.static, key=lambda form: form.scale),
+            self.normalised,
+            max(self.error_static, other.error_static),
+            max(self.error_normalised, other.error_normalised),
+        )
 
 
 def find_factors(model: ir.Model, samples: Mapping[str, Sample]) -> dict[str, FloatArray]:
@@ -61,10 +70,12 @@ def apply_factors(model: ir.Model, factors: Mapping[str, FloatArray]) -> int:
 
 def fit(product: Product, sample: Sample) -> Fit:
     """Scales for a product from rows of its input (after smoothing, if any)."""
-    matrix, rows = product.matrix(), sample.rows
+    matrix = product.matrix()
+    # A head is wide: a few rows of it say as much as many of a projection.
+    rows = sample.rows[:: max(1, matrix.size * len(sample.rows) // MOST_PRODUCTS)]
     exact = rows @ matrix
     integers, scales = to_integers(matrix)
-    stored = integers * scales
+    stored = (integers * scales).astype(np.float32)
 
     def best(normalised: bool) -> tuple[float, IntegerFormat]:
         largest = 1.0 if normalised else max(float(sample.largest.max()), 1e-12)
@@ -73,16 +84,7 @@ def fit(product: Product, sample: Sample) -> Fit:
 
     error_static, static = best(False)
     error_normalised, normalised = best(True)
-    return Fit(static, normalised, error_static, error_normalised, block_error(matrix, rows, exact))
-
-
-def block_error(matrix: FloatArray, rows: FloatArray, exact: FloatArray, block_size: int = 32) -> float:
-    """Error of 8-bit blocks whose rows of activations are rounded block by block, as MatMulNBits at accuracy level 4 does."""
-    form = BlockFormat(8, block_size, 4, symmetric=True)
-    blocks = rows.reshape(len(rows), -1, block_size)
-    steps = np.maximum(np.abs(blocks).max(axis=-1, keepdims=True), np.float32(1e-12)) / np.float32(127)
-    rounded = (np.rint(blocks / steps) * steps).reshape(rows.shape)
-    return row_error(exact, rounded @ from_blocks(to_blocks(matrix, form), form))
+    return Fit(static, normalised, error_static, error_normalised)
 
 
 def row_error(exact: FloatArray, found: FloatArray) -> float:

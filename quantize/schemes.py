@@ -136,9 +136,11 @@ class Quantizer:
         model = self._load(graph, smoothed=False)
         self.factors[graph] = find_factors(model, samples)
         apply_factors(model, self.factors[graph])
-        self.fits[graph] = {
-            product.name: fit(product, samples[product.rows.name or ""]) for product in find_products(model) if product.rows.name in samples
-        }
+        fits = self.fits[graph] = {}
+        for product in find_products(model):
+            if (sample := samples.get(product.rows.name or "")) is not None:
+                found = fit(product, sample)
+                fits[product.name] = fits[product.name].joined(found) if product.name in fits else found
 
     def _load(self, graph: str, smoothed: bool = True) -> ir.Model:
         model = ir.load(self.folder / graph)
