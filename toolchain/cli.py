@@ -24,6 +24,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "export": ("specstream.toolchain.export_command", "export"),
     "quantize": ("specstream.toolchain.quantize_command", "quantize"),
     "tune": ("specstream.toolchain.tune_command", "tune"),
+    "bench": ("specstream.toolchain.bench_command", "bench"),
     "generate": ("specstream.toolchain.generate_command", "generate"),
     "chat": ("specstream.toolchain.chat_command", "chat"),
     "verify": ("specstream.toolchain.verify_command", "verify"),
