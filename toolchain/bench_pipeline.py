@@ -375,7 +375,7 @@ def _summarise(task: Task, variants: Sequence[_Variant], texts: Sequence[Sequenc
             speedup_vs_fastest_plain=_ratio(_median(speeds[i]), _median(speeds[fastest])),
             speedup_vs_fastest_plain_per_prompt=_median([_ratio(a, b) for a, b in zip(speeds[i], speeds[fastest], strict=True)]),
             same_as_plain=statistics.fmean(same),
-            quality=_quality([text.result.text for text in found], task.references),
+            quality=rate([text.result.text for text in found], task.references),
             each_tokens_per_second=speeds[i],
         )
 
@@ -411,7 +411,8 @@ def _ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
 
 
-def _quality(texts: Sequence[str], references: Sequence[str | None]) -> Quality | None:
+def rate(texts: Sequence[str], references: Sequence[str | None]) -> Quality | None:
+    """How texts compare with their references, those without one left out; None when none has one."""
     pairs = [(text, reference) for text, reference in zip(texts, references, strict=True) if reference is not None]
     if not pairs:
         return None
