@@ -16,7 +16,7 @@ from specstream.runtimes.tree import TokenTree, likeliest_rows, path_probabiliti
 
 _EARNED: Final = 0.03  # of a plain call's time: what each plain call may cost more, for trying drafts again
 _AT_START: Final = 1.5  # plain calls' time that may be lost before drafts have gained anything
-_LARGEST: Final = 4.0  # credit that gains pile up: a good text survives this much of a bad stretch
+_LARGEST: Final = 8.0  # credit that gains pile up: a good text survives this much of a bad stretch
 _FORGET: Final = 0.98  # weight of the past at each drafted call
 _TRUST: Final = 4.0  # drafted tokens' worth of belief in a tree's own probabilities
 
@@ -91,7 +91,8 @@ class AdaptiveBudget:
     """Follows the measured acceptance, over all texts of a session.
 
     Whether to draft is an account in units of a plain call's time. A drafted call that emits e tokens and costs c pays in e - c; a
-    plain call pays in a little; a call is drafted when the account covers the loss if nothing of it is accepted. So time is never
+    plain call pays in a little; a call is drafted when the account covers the loss if nothing of it is accepted (two such losses after
+    a plain call). So time is never
     more than (1 + 0.03) x plain decoding's + 1.5 plain calls, whatever the drafts do, if the costs are right; where drafts fail,
     one call in a while tries again, and where they are good, nothing stands in their way.
 
@@ -139,13 +140,11 @@ class AdaptiveBudget:
 
     def budget(self) -> int:
         """Rows of the next call at most; 1 when it should be plain."""
-        self._drafting = self.most > 1 and self.covers_a_draft()
+        usual = float(self._costs[round(self._rows) - 1])
+        loss = usual + self._streams - 1.0
+        # To begin takes two: streams beside rows serve the call after the one that carries them.
+        self._drafting = self.most > 1 and self._account >= (loss if self._drafting else 2.0 * loss)
         return self.most if self._drafting else 1
-
-    def covers_a_draft(self) -> bool:
-        """Whether a call that is now drafted in vain is paid for."""
-        usual = float(np.interp(self._rows, np.arange(1, self.most + 1), self._costs))
-        return self._account >= usual + self._streams - 1.0
 
     def trim(self, tree: TokenTree) -> TokenTree:
         """The likeliest rows of a tree, as many as are worth their time."""

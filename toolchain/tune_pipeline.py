@@ -19,7 +19,7 @@ from specstream.runtimes.join_fit import fit_join
 from specstream.runtimes.joined import PRIOR_WEIGHTS, JoinedDrafter, JoinWeights, lookup_drafter
 from specstream.runtimes.lookup import SuffixIndex, fold_vocabulary
 from specstream.runtimes.manifest import Manifest
-from specstream.runtimes.ngrams import NgramTable
+from specstream.runtimes.ngrams import NGRAM_FILE, NgramTable
 from specstream.runtimes.ort_session import OrtSession, usable_cores
 from specstream.runtimes.profile import DeviceProfile, DraftName, MeasuredCall, Speed, bundle_id
 from specstream.runtimes.replay import Recording, record, replay
@@ -31,7 +31,6 @@ from specstream.toolchain.report import versions
 ROWS: Final = (1, 2, 4, 6, 8, 12, 16, 24)
 STREAM_ROWS: Final = (1, 2, 4)  # beside tree rows; a pass of delayed streams is always for one
 STREAMS_BESIDE: Final = 8  # rows of the calls in which streams beside rows are timed
-NGRAM_FILE: Final = "ngrams.npz"
 FIT_PROMPTS: Final = 8  # fewer say too little to fit weights to
 
 # Where --prompts gives none: what a general model may be asked. A task's own prompts are better.

@@ -105,6 +105,18 @@ def test_plain_calls_ask_for_no_drafts_and_tries_are_rare() -> None:
     assert 0 < sum(budget > 1 for budget in budgets) < 20
 
 
+def test_a_try_is_two_calls_since_streams_beside_rows_serve_the_next_one() -> None:
+    controller = AdaptiveBudget()
+    run(controller, PRIOR_COSTS, 100, lambda _: 0.0)
+    drafted = []
+    for _ in range(400):
+        drafted.append(controller.budget() > 1)
+        controller.record(3 if drafted[-1] else 1, 1, 1.0)
+    starts = [i for i in range(1, 399) if drafted[i] and not drafted[i - 1]]
+    assert len(starts) > 3
+    assert all(drafted[i + 1] for i in starts)
+
+
 def test_overconfident_trees_get_smaller() -> None:
     def rows(truth: float) -> int:
         controller = AdaptiveBudget(CHEAP)
