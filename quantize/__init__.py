@@ -1,1 +1,1 @@
-"""Quantization of exported graphs: schemes, calibration and packed weights. Nothing of it exists yet."""
+"""Quantization of exported graphs: formats, calibration, smoothing, schemes. Importing this package loads nothing heavy."""

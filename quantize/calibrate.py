@@ -169,8 +169,8 @@ def collect(
                 continue
             for row in carriers:
                 given = {
-                    "entry_state": outputs["entry_states"][row : row + 1],
-                    "root_id": outputs[contract.NEXT_IDS][row : row + 1],
+                    contract.ENTRY_STATE: outputs[contract.ENTRY_STATES][row : row + 1],
+                    contract.ROOT_ID: outputs[contract.NEXT_IDS][row : row + 1],
                     contract.PAST_LENGTH: np.array([past + row + 1], dtype=np.int32),
                 }
                 # The streams' scratch rows overwrite rows behind this one, which are put back.

@@ -1,0 +1,74 @@
+"""A bundle of two graphs: both quantized, on samples of both, sharing one file of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specstream.export import contract
+from specstream.export.parity import Graph, make_calls
+from specstream.export.trace import GRAPH_FILE, STREAMS_FILE, export_graph, export_streams
+from specstream.quantize.calibrate import Sample, collect
+from specstream.quantize.products import find_products
+from specstream.quantize.schemes import Options, Quantizer
+
+from ..export.tiny import HIDDEN, VOCAB, tiny_model
+
+GRAPHS = [GRAPH_FILE, STREAMS_FILE]
+TEXTS = [([5, 9, 11, 3, 60, 7, 8, 30], [2, 44, 19, 6, 71, 12]), ([1, 80, 33], [4, 5, 90, 17, 21])]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("delayed")
+    model = tiny_model("Llama", delayed=True)
+    export_graph(model, folder, "ort")
+    export_streams(model, folder, "ort")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path) -> dict[str, dict[str, Sample]]:
+    return collect(folder, TEXTS)
+
+
+def test_rows_of_both_graphs_are_collected(folder: Path, samples: dict[str, dict[str, Sample]]) -> None:
+    for graph in GRAPHS:
+        assert set(samples[graph]) == {product.rows.name for product in find_products(ir.load(folder / graph))}
+        for sample in samples[graph].values():
+            assert np.isfinite(sample.rows).all()
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("int8", 0.05), ("w8a8", 0.15)])
+def test_both_graphs_stay_close(scheme: str, most: float, folder: Path, samples: dict[str, dict[str, Sample]], tmp_path: Path) -> None:
+    quantizer = Quantizer(folder, GRAPHS, Options(scheme, 16), samples)
+    quantizer.write(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [GRAPH_FILE, f"{GRAPH_FILE}.data", STREAMS_FILE]
+    exact, found = (Graph(place / GRAPH_FILE, 64, place / STREAMS_FILE) for place in (folder, tmp_path))
+    call = make_calls(TEXTS[0][0], VOCAB, False)[0]
+    logits, drafts = [], []
+    for graph in (exact, found):
+        outputs = graph.run(call.inputs)
+        graph.commit(call.commit)
+        logits.append(outputs[contract.LOGITS])
+        drafts.append(graph.draft(outputs[contract.ENTRY_STATES][-1:], 4))
+    assert 0 < np.abs(logits[1] - logits[0]).max() < most * np.ptp(logits[0])
+    # Candidates may change places: the best of each stream is compared.
+    best = [draft[contract.STREAM_LOGPROBS][..., 0] for draft in drafts]
+    assert np.abs(best[1] - best[0]).max() < 10 * most
+
+
+def test_the_embedding_is_stored_once_for_both(folder: Path, tmp_path: Path) -> None:
+    Quantizer(folder, GRAPHS, Options("int8", 16)).write(tmp_path)
+    places = set()
+    for graph in GRAPHS:
+        for value in ir.load(tmp_path / graph).graph.initializers.values():
+            tensor = value.const_value
+            assert tensor is not None
+            assert tensor.dtype != ir.DataType.FLOAT or tuple(tensor.shape) != (VOCAB, HIDDEN)  # no fp32 table is left
+            if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes == VOCAB * HIDDEN:
+                places.add((tensor.location, tensor.offset))
+    assert len(places) == 1
