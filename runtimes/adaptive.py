@@ -17,6 +17,7 @@ from specstream.runtimes.tree import TokenTree, likeliest_rows, path_probabiliti
 _EARNED: Final = 0.03  # of a plain call's time: what each plain call may cost more, for trying drafts again
 _AT_START: Final = 1.5  # plain calls' time that may be lost before drafts have gained anything
 _LARGEST: Final = 8.0  # credit that gains pile up: a good text survives this much of a bad stretch
+_CARRIED: Final = 4.0  # of it, for the next text
 _FORGET: Final = 0.98  # weight of the past at each drafted call
 _TRUST: Final = 4.0  # drafted tokens' worth of belief in a tree's own probabilities
 
@@ -92,9 +93,9 @@ class AdaptiveBudget:
 
     Whether to draft is an account in units of a plain call's time. A drafted call that emits e tokens and costs c pays in e - c; a
     plain call pays in a little; a call is drafted when the account covers the loss if nothing of it is accepted (two such losses after
-    a plain call). So time is never
-    more than (1 + 0.03) x plain decoding's + 1.5 plain calls, whatever the drafts do, if the costs are right; where drafts fail,
-    one call in a while tries again, and where they are good, nothing stands in their way.
+    a plain call). So time is never more than (1 + 0.03) x plain decoding's + 1.5 plain calls, over all texts and whatever the drafts
+    do, if the costs are right (over one text, + 4, which earlier ones have gained). Where drafts fail, one call in a while tries
+    again; where they are good, nothing stands in their way.
 
     How many rows: those that maximise expected tokens - rate x cost, where the rate is tokens per unit of time lately. This is the
     choice that makes the long-run rate largest (renewal reward; Dinkelbach 1967). The tree's probabilities are corrected by
@@ -117,7 +118,7 @@ class AdaptiveBudget:
         # Tokens and time of drafted calls lately, the root's own token included.
         self._emitted, self._spent = 2.0, 1.0 + self._streams
         self._rows = float(min(4, most))
-        self._drafting = False
+        self._drafting = True
 
     @property
     def account(self) -> float:
@@ -135,8 +136,9 @@ class AdaptiveBudget:
         return self._accepted / self._promised
 
     def new_text(self) -> None:
-        """A text begins: what the last one gained is not for losing in this one."""
-        self._account = min(self._account, _AT_START)
+        """A text begins. Of what earlier ones gained only so much may be lost in it; its prompt can carry streams."""
+        self._account = min(self._account, _CARRIED)
+        self._drafting = True
 
     def budget(self) -> int:
         """Rows of the next call at most; 1 when it should be plain."""

@@ -78,15 +78,18 @@ class JoinWeights:
             raise UserError(f"weights of draft sources: {'; '.join(problems)}")
 
 
-# Each source alone as it comes; joined cautiously. Fitted weights are better.
+# The streams as they are.
+UNIT_WEIGHTS: Final = JoinWeights((1.0,), (1.0,), (0.0,) * LONGEST_MATCH, 1.0, 0.0, 0.0, (0.0,) * 7)
+
+# Rounded from fits to texts of a SQL task and of open questions, with and without n-grams. Those fitted to one's own texts are better.
 PRIOR_WEIGHTS: Final = JoinWeights(
-    streams=(1.0,),
-    ngrams=(0.5, 0.6, 0.7, 0.8),
-    lookup=(0.5, 1.0, 1.5, 2.0, 2.2, 2.4, 2.6, 2.8),
-    share=1.0,
-    no_stream=1.0,
-    no_ngram=1.0,
-    bias=(0.0, -0.5, -0.5, -1.0, -0.5, -1.0, -1.0),
+    streams=(0.8,),
+    ngrams=(0.7, 1.1, 0.9, 1.2),
+    lookup=(3.0, 3.8, 4.1, 4.4, 4.5, 4.6, 4.7, 5.5),
+    share=0.65,
+    no_stream=2.9,
+    no_ngram=2.6,
+    bias=(0.0, -1.0, 2.0, -0.9, 0.4, 0.2, 1.8),
 )
 
 
