@@ -239,7 +239,7 @@ def read_task(file: Path, limit: int) -> Task:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"--task {file}: {reason}") from error
+        raise UserError(f"{file}: {reason}") from error
     prompts: list[str] = []
     references: list[str | None] = []
     for number, line in enumerate(lines, 1):

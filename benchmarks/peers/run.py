@@ -10,6 +10,7 @@ Run it with nothing else running.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ from typing import Any, Final
 import click
 
 from specstream.models.errors import CheckFailed, UserError
+from specstream.models.fetch import sha256_of
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.ort_session import usable_cores
 from specstream.runtimes.text import TextCodec
@@ -308,12 +310,15 @@ class Variant:
         if self.process is None:
             return
         assert self.process.stdin is not None
-        try:
+        assert self.process.stdout is not None
+        with contextlib.suppress(OSError):  # what was not read yet by a worker that has ended
             self.process.stdin.close()
+        try:
             self.process.wait(timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.process.stdout.close()
 
 
 def race(
@@ -339,7 +344,8 @@ def race(
                 variant.long_prompt_seconds.append(answer["first_token_seconds"])
     for name, prompts in tasks:
         for number, ids in enumerate(prompts):
-            say(f"{name}: prompt {number + 1} of {len(prompts)}")
+            if number % 10 == 0:
+                say(f"{name}: prompt {number + 1} of {len(prompts)}")
             for turn in range(len(variants)):
                 variant = variants[(number + turn) % len(variants)]
                 time.sleep(SETTLE_SECONDS)
@@ -460,17 +466,9 @@ def markdown(lines: Sequence[Line], threads: int, reference: str, long_prompt: i
         rated = any(line.exact_match is not None for line in shown)
         count = max(line.prompts for line in shown)
         out.append(f"{task}: {count} prompts, {threads} threads, greedy; medians over prompts. Same text: as {reference}.\n")
-        head = [
-            "system",
-            "weights",
-            "drafts",
-            "tokens/s",
-            "ours is",
-            "first token ms",
-            f"{long_prompt} tokens: first ms",
-            "tokens/call",
-            "same text",
-        ]
+        head = ["system", "weights", "drafts", "tokens/s", "ours is", "first token ms"]
+        head += [f"of {long_prompt} tokens"] if long_prompt else []
+        head += ["tokens/call", "same text"]
         head += ["exact match", "ROUGE-L"] if rated else []
         head += ["MB"]
         out.append("| " + " | ".join(head) + " |")
@@ -484,7 +482,7 @@ def markdown(lines: Sequence[Line], threads: int, reference: str, long_prompt: i
                     _show(line.tokens_per_second, "{:.1f}"),
                     _show(line.ours_over_this, "{:.2f}x"),
                     _show(line.first_token_seconds, "{:.0f}", 1e3),
-                    _show(line.long_prompt_first_token_seconds, "{:.0f}", 1e3),
+                    *([_show(line.long_prompt_first_token_seconds, "{:.0f}", 1e3)] if long_prompt else []),
                     _show(line.tokens_per_call, "{:.2f}"),
                     _show(line.same_text, "{:.0%}"),
                     *([_show(line.exact_match, "{:.1%}"), _show(line.rouge_l, "{:.3f}")] if rated else []),
@@ -515,7 +513,7 @@ def _show(value: float | None, form: str, factor: float = 1.0) -> str:
 @click.option("--peers", default=",".join(peer.name for peer in PEERS), show_default=True, help="Names with commas; none for ours only.")
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option(
-    "--long-prompt", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of the prompts timed to their first token."
+    "--long-prompt", type=click.IntRange(min=0), default=512, show_default=True, help="Tokens of prompts timed to the first token; 0: none."
 )
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("build/peers"), show_default=True, help="Environments and conversions."
@@ -554,7 +552,10 @@ def peers(
     tasks = [read_task(file, limit) for file in data_files]
     manifests = [Bundle.load(path, check=False).manifest for path in bundles]
     codec = TextCodec.from_bundle(Bundle.load(bundles[0], check=False))
+    weights_file = resolve_adapter(adapter) / "adapter.safetensors"
     for path, manifest in zip(bundles, manifests, strict=True):
+        if manifest.streams is None or manifest.streams.adapter_sha256 != sha256_of(weights_file):
+            raise UserError(f"{path}: not made with the adapter {adapter}, so peers would run other weights")
         if manifest.model.fingerprint != manifests[0].model.fingerprint or set(manifest.tokenizer.stop_ids) != set(codec.stop_ids):
             raise UserError(f"{path}: other base weights or stop tokens than {bundles[0]}")
     if markdown_file is not None and not markdown_file.absolute().parent.is_dir():
@@ -663,6 +664,8 @@ def _reference(variants: Sequence[Variant], manifests: Sequence[Any], drafts: st
 
 def _long_prompts(prompts: Sequence[list[int]], length: int) -> list[list[int]]:
     """Prompts of one length, cut from all of them one after another. They share no beginning that a cache could keep."""
+    if not length:
+        return []
     joined = [token for ids in prompts for token in ids]
     while len(joined) < length * LONG_PROMPTS:
         joined += joined
