@@ -175,14 +175,14 @@ class Manifest:
                 f"{source}: graph contract {version}, made by a newer specstream (this one reads {CONTRACT_VERSION}); update specstream"
             )
         problems: list[str] = []
-        manifest = _decode(cls, data, "", problems)
+        manifest = decode(cls, data, "", problems)
         if problems:
             raise UserError(f"{source}: {'; '.join(problems)}")
         assert isinstance(manifest, cls)
         return manifest
 
 
-def _decode(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
+def decode(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
     """``value`` (from JSON) as ``kind`` (a type hint). What does not fit is added to ``problems``."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
@@ -193,7 +193,7 @@ def _decode(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
         known = {}
         for name, entry in value.items():
             if name in fields:
-                known[name] = _decode(hints[name], entry, prefix + name, problems)
+                known[name] = decode(hints[name], entry, prefix + name, problems)
             else:
                 problems.append(f"unknown key {prefix}{name}")
         # Written files have every key; a missing one is damage, whatever default the dataclass offers to writers. Only what a class
@@ -206,17 +206,17 @@ def _decode(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        return _decode(next(a for a in arguments if a is not type(None)), value, where, problems)
+        return decode(next(a for a in arguments if a is not type(None)), value, where, problems)
     if origin is Literal:
         return value if value in arguments else _wrong(f"one of {', '.join(map(str, arguments))}", value, where, problems)
     if origin is tuple:
         if not isinstance(value, list):
             return _wrong("a list", value, where, problems)
-        return tuple(_decode(arguments[0], entry, f"{where}[{i}]", problems) for i, entry in enumerate(value))
+        return tuple(decode(arguments[0], entry, f"{where}[{i}]", problems) for i, entry in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
             return _wrong("an object", value, where, problems)
-        return {k: v if arguments[1] is Any else _decode(arguments[1], v, f"{where}.{k}", problems) for k, v in value.items()}
+        return {k: v if arguments[1] is Any else decode(arguments[1], v, f"{where}.{k}", problems) for k, v in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value if type(value) is kind else _wrong(kind.__name__, value, where, problems)

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 from specstream.models.errors import UserError
 from specstream.runtimes.adaptive import CallCosts
 from specstream.runtimes.joined import JoinWeights
-from specstream.runtimes.manifest import Manifest, _decode
+from specstream.runtimes.manifest import Manifest, decode
 
 PROFILE_SCHEMA: Final = 1
 
@@ -126,7 +126,7 @@ class DeviceProfile:
             raise UserError(f"{source}: not a device profile of schema {PROFILE_SCHEMA} (found {found!r}); {again}")
         problems: list[str] = []
         try:
-            profile = _decode(cls, data, "", problems)
+            profile = decode(cls, data, "", problems)
         except UserError as error:
             problems.append(str(error))
         if problems:
