@@ -138,11 +138,11 @@ def _print(report: BenchReport) -> None:
             table.add_column(column)
         for column in (
             "tokens/s",
-            "against plain",
-            "against the fastest plain",
-            "tokens per call",
+            "vs plain",
+            "vs fastest plain",
+            "tokens/call",
             "calls",
-            "ms per call",
+            "ms/call",
             "first token ms",
         ):
             table.add_column(column, justify="right")

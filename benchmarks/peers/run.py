@@ -60,12 +60,16 @@ class Build:
 
 @dataclass(frozen=True)
 class Peer:
-    """A runtime: builds, and variants as (build, draft). Its requirements and its worker go by its name."""
+    """A runtime: builds, and variants as (build, draft). Its requirements and its worker go by its name.
+
+    ``unwanted`` packages are removed again after the installation.
+    """
 
     name: str
     title: str
     builds: tuple[Build, ...]
     variants: tuple[tuple[str, str], ...]
+    unwanted: tuple[str, ...] = ()
 
 
 def _openvino(bits: str, *more: str) -> Build:
@@ -114,6 +118,8 @@ PEERS: Final = (
         "OpenVINO GenAI",
         (_openvino("int8"), _openvino("int4", "--group-size", "64", "--ratio", "1.0")),
         (("int8", "none"), ("int4", "none"), ("int8", "lookup")),
+        # Text models do not need it, and where its build is not PyTorch's (one with CUDA, one without) nothing can be imported.
+        unwanted=("torchvision",),
     ),
     Peer(
         "optimum",
@@ -155,7 +161,7 @@ class Workplace:
         venv = self.folder / peer.name / "venv"
         programs = venv / ("Scripts" if os.name == "nt" else "bin")
         stamp = venv / ".installed"
-        key = _key(requirements.read_bytes(), platform.python_version())
+        key = _key(requirements.read_bytes(), platform.python_version(), *peer.unwanted)
         if stamp.is_file() and stamp.read_text(encoding="utf-8") == key:
             return programs
         self.say(f"installing {peer.title}")
@@ -167,6 +173,7 @@ class Workplace:
             torch = next(line for line in requirements.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
             commands.append([*pip, "--index-url", self.torch_index, torch.strip()])
         commands.append([*pip, "-r", str(requirements)])
+        commands += [[*pip[:-2], "uninstall", "--yes", name] for name in peer.unwanted]
         for command in commands:
             _call(command, log, "not installed")
         stamp.write_text(key, encoding="utf-8")

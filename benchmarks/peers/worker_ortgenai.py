@@ -10,7 +10,8 @@ from typing import Any
 import onnxruntime_genai as og
 import protocol
 
-SPECULATION = {"ngram_size": 3, "max_draft_tokens": 8}  # and its defaults, among them a number of drafts that adapts
+# As in the project's own example of all its means: chained lookups, a width that follows acceptance, pauses where nothing is accepted.
+SPECULATION = {"ngram_size": 3, "max_draft_tokens": 8, "ngram_chained_lookup": True, "min_adaptive_k": 2, "cooldown": True}
 
 
 def load_worker(given: argparse.Namespace) -> protocol.Generate:

@@ -8,11 +8,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specstream.models.errors import UserError
+from specstream.toolchain import bench_pipeline
 from specstream.toolchain.bench_pipeline import read_task, rouge_l
 from specstream.toolchain.cli import run
 from specstream.toolchain.tune_pipeline import ROWS, STREAM_ROWS
@@ -186,6 +188,34 @@ def test_rouge_l() -> None:
     assert rouge_l("police kill the gunman", "police killed the gunman") == 0.75
     assert rouge_l("the gunman kill police", "police killed the gunman") == 0.5
     assert rouge_l("a b c d e", "b d") == pytest.approx(2 * (2 / 5) / (2 / 5 + 1))
+
+
+def test_only_calls_after_the_first_token_count_as_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill in two chunks, a pass of delayed streams, then two verifying calls with a pass of streams after the first."""
+    now = [0.0]
+    monkeypatch.setattr(bench_pipeline.time, "perf_counter", lambda: now[0])
+
+    class Graph:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def run_with_iobinding(self, _binding: object) -> None:
+            now[0] += self.seconds
+
+    main, streams = bench_pipeline._Clock(Graph(10.0)), bench_pipeline._Clock(Graph(1.0))
+
+    class Model:
+        def generate(self, *_arguments: object, budget: object) -> object:
+            for clock in (main, main, streams, main, streams, main):
+                clock.run_with_iobinding(None)
+                now[0] += 0.5  # our own work between calls
+            return SimpleNamespace(calls=2, tokens=5, tokens_per_second=4 / 23.0)
+
+    variant = bench_pipeline._Variant.__new__(bench_pipeline._Variant)
+    variant.opened, variant.draft, variant.lm = SimpleNamespace(clocks=[main, streams]), "auto", Model()  # type: ignore[assignment]
+    for _ in range(2):  # the clocks start anew with each text
+        text = variant.answer([1, 2], bench_pipeline.BenchOptions(("auto",), 1))
+        assert (text.runtime_seconds, text.decode_seconds) == (21.0, 23.0)
 
 
 def test_bench_needs_the_base_install_only() -> None:
