@@ -166,8 +166,8 @@ def _pair_loss(model: StreamModel, states: Tensor, parents: Tensor, best: Tensor
         place: int64 [R], row of the teacher.
     """
     by_parent, by_child = model.pair_tables()
-    mix = nn.functional.silu(nn.functional.embedding(parents, by_parent) + model.pair_context(states))
-    scores = torch.einsum("nr,nkr->nk", mix, nn.functional.embedding(index, by_child))
+    mix = nn.functional.silu(nn.functional.embedding(parents, by_parent).float() + model.pair_context(states))
+    scores = torch.einsum("nr,nkr->nk", mix, nn.functional.embedding(index, by_child).float())
     rest = torch.log((1.0 - best.exp().sum(1, keepdim=True)).clamp(min=1e-6))
     outcomes = torch.cat([best + scores, rest], dim=1)
     wanted = teacher[place.unsqueeze(1), index]

@@ -208,7 +208,7 @@ class StreamModel(nn.Module):
         if self.config.placement == "delayed":
             assert corrections is not None
             if self.correction_table is not None:
-                low = nn.functional.embedding(corrections, self.correction_table)
+                low = nn.functional.embedding(corrections, self.correction_table).float()
             else:
                 low = nn.functional.linear(self.unit_embedding(corrections), self.correction_down)
             start = start + nn.functional.linear(low, self.correction_up).to(state.dtype)
@@ -216,7 +216,7 @@ class StreamModel(nn.Module):
         return streams.reshape(state.shape[0], -1, state.shape[2])
 
     def pair_tables(self) -> tuple[Tensor, Tensor]:
-        """A E[p] and B E[v] of the draft vocabulary, fp32 [Vd, r] each."""
+        """A E[p] and B E[v] of the draft vocabulary, [Vd, r] each: fp32, 16 bits once frozen."""
         if self._pair_tables is not None:
             return self._pair_tables
         unit = self.unit_embedding(None)
@@ -224,14 +224,15 @@ class StreamModel(nn.Module):
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """Compute what depends on parameters and tokens alone, once parameters no longer change: rows of small tables are then
-        looked up instead of computed from embeddings."""
+        """Compute what depends on parameters and tokens alone, once parameters no longer change: rows of small tables (16 bits) are
+        then looked up instead of computed from embeddings."""
         if self.config is None or self.config.placement != "delayed":
             return
         everything = torch.arange(self.config.base.vocab_size)
-        self.correction_table = nn.functional.linear(self.unit_embedding(everything), self.correction_down)
+        self.correction_table = nn.functional.linear(self.unit_embedding(everything), self.correction_down).half()
         if self.config.pair_rank:
-            self._pair_tables = self.pair_tables()
+            by_parent, by_child = self.pair_tables()
+            self._pair_tables = by_parent.half(), by_child.half()
 
     def merge_streams(self) -> None:
         """Add the streams' LoRA to the weights of the top layers, in place: main rows are wrong from then on."""
@@ -331,9 +332,9 @@ class StreamModel(nn.Module):
         pairs = None
         if self.config.pair_rank:
             by_parent, by_child = self.pair_tables()
-            parents = nn.functional.embedding(index[:-1], by_parent)  # [γ - 1, k, r]: of streams 1 to γ - 1
+            parents = nn.functional.embedding(index[:-1], by_parent).float()  # [γ - 1, k, r]: of streams 1 to γ - 1
             mix = nn.functional.silu(parents + self.pair_context(states[1:]).unsqueeze(1))
-            scores = mix @ nn.functional.embedding(index[1:], by_child).transpose(1, 2)  # [γ - 1, k, k]
+            scores = mix @ nn.functional.embedding(index[1:], by_child).float().transpose(1, 2)  # [γ - 1, k, k]
             pairs = torch.cat([torch.zeros_like(scores[:1]) if gamma > 1 else scores.new_zeros(1, top_k, top_k), scores]).unsqueeze(0)
         return DraftTensors(ids.unsqueeze(0), logprobs.unsqueeze(0), pairs)
 
