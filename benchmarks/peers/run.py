@@ -147,7 +147,7 @@ class Workplace:
 
     def weights(self, model: str, adapter: str) -> Path:
         """The merged weights as a Hugging Face folder."""
-        key = _key(model, (resolve_adapter(adapter) / "adapter.safetensors").read_bytes(), (HERE / "weights.py").read_bytes())
+        key = _key(model, *_fine_tune(resolve_adapter(adapter)), (HERE / "weights.py").read_bytes())
         out = self.folder / "weights" / key
         return self._make(out, [sys.executable, str(HERE / "weights.py"), model, adapter, "{out}"], "merging the weights")
 
@@ -209,6 +209,16 @@ def _key(*parts: str | bytes) -> str:
         digest.update(part.encode() if isinstance(part, str) else part)
         digest.update(b"\0")
     return digest.hexdigest()[:12]
+
+
+def _fine_tune(adapter: Path) -> list[str | bytes]:
+    """What of an adapter goes into the merged weights: its streams may be trained again without a new conversion."""
+    from safetensors.numpy import load_file
+
+    config = json.loads((adapter / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(adapter / "adapter.safetensors")
+    named = [(name, tensors[name].tobytes()) for name in sorted(tensors) if name.startswith("main.")]
+    return [f"{config['main_rank']} {config['main_alpha']}", *(part for pair in named for part in pair)]
 
 
 def _sources(build: Build) -> list[bytes]:
@@ -608,7 +618,7 @@ def peers(
             for variant in variants:
                 say(f"{variant.system}, {variant.weights}, drafts {variant.draft}: {variant.reason or 'ready'}")
             return
-        race(variants, prompt_ids, _long_prompts(prompt_ids[0][1], long_prompt), max_new_tokens, codec.stop_ids, say)
+        race(variants, prompt_ids, _long_prompts(prompt_ids[0][1], long_prompt), max_new_tokens, sorted(codec.stop_ids), say)
     finally:
         for variant in variants:
             variant.stop()
