@@ -267,6 +267,9 @@ def _load_graph(bundle: Bundle, name: str, threads: int) -> ort.InferenceSession
     options.log_severity_level = 3
     # A memory pattern is kept for each set of input shapes; they repeat while the past grows, which no pattern knows.
     options.enable_mem_pattern = False
+    # Threads that go on spinning after a call take the cores from the next one of another session: of the streams' own pass, or of a
+    # second bundle in this process.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     # ONNX Runtime refuses weights behind a link that leaves the graph's own folder, so it gets their content from us.
     files = _files_beside(bundle, graph)
     home = graph.resolve().parent
