@@ -1,0 +1,60 @@
+"""The main job on the real model: the zoo's adapter exported, run, rounded and run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specstream.runtimes import load
+from specstream.runtimes.bundle import Bundle
+from specstream.runtimes.language_model import LanguageModel
+from specstream.toolchain.export_pipeline import export_bundle
+from specstream.toolchain.quantize_pipeline import quantize_bundle
+from specstream.toolchain.zoo import resolve_adapter
+
+pytestmark = pytest.mark.slow
+
+SQL = Path(__file__).parent / "data" / "sql.jsonl"
+PROMPTS = [json.loads(line)["prompt"] for line in SQL.read_text(encoding="utf-8").splitlines()]
+MANY = 16
+
+
+@pytest.fixture(scope="module")
+def exported(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("end-to-end") / "bundle"
+    return out, export_bundle(str(smollm2_path), out, resolve_adapter("smollm2-135m-sql"))
+
+
+def tokens_per_call(lm: LanguageModel, draft: str) -> float:
+    results = [lm.generate(prompt, 96, draft, budget=MANY) for prompt in PROMPTS]
+    return sum(result.tokens - 1 for result in results) / sum(result.calls for result in results)
+
+
+def test_drafts_save_calls_and_change_nothing(exported: tuple[Path, dict[str, Any]]) -> None:
+    out, report = exported
+    assert report["parity"]["top1_agreement"] == 1.0
+    assert report["peak_rss_bytes"] < 2 * 4 * 134_515_008 + 800e6
+    lm = load(out, profile=False)
+    for draft in ("streams", "joined"):
+        for prompt in PROMPTS:
+            plain = lm.generate(prompt, 96, "none")
+            assert lm.generate(prompt, 96, draft, budget=MANY).token_ids == plain.token_ids
+            assert lm.generate(prompt, 96, draft).token_ids == plain.token_ids
+    streams, joined = tokens_per_call(lm, "streams"), tokens_per_call(lm, "joined")
+    assert streams > 2.8
+    assert joined > streams
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "int4"])
+def test_a_rounded_bundle_still_drafts_well(scheme: str, exported: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out, _ = exported
+    report = quantize_bundle(out, tmp_path / scheme, scheme, calibration=SQL, limit=6)
+    manifest = Bundle.load(tmp_path / scheme).manifest
+    assert manifest.quantization.scheme == scheme
+    assert report["quality"]["kl"] < 0.1
+    assert report["bundle_share"] < {"w8a8": 0.32, "int4": 0.18}[scheme]
+    exact = tokens_per_call(load(out, profile=False), "streams")
+    assert tokens_per_call(load(tmp_path / scheme, profile=False), "streams") > 0.85 * exact
