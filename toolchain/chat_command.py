@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of an answer at most.")
-@click.option(
-    "--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none."
-)
+@click.option("--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
 @click.option("--stats/--no-stats", default=False, help="A line of statistics on standard error after each answer.")
 def chat(bundle: Path, system: str | None, max_new_tokens: int, draft: str, threads: int | None, stats: bool) -> None:

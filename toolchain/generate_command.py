@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Read the prompt from a file; '-' is standard input.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens to generate at most.")
-@click.option(
-    "--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none."
-)
+@click.option("--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none.")
 @click.option("--budget", type=click.IntRange(min=1), metavar="ROWS", help="Rows of a verifying call at most.  [default: as many as pay]")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
 @click.option("--raw", is_flag=True, help="Take the prompt as it is, without the chat template.")

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 @click.option("--prompts", "prompts_file", type=click.Path(path_type=Path), required=True, metavar="FILE", help='JSON lines with "prompt".')
 @click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, help="Take the first prompts only.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of each text at most.")
-@click.option(
-    "--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none."
-)
+@click.option("--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none.")
 @click.option("--budget", type=click.IntRange(min=1), metavar="ROWS", help="Rows of a verifying call at most.  [default: 16]")
 @click.option(
     "--reference",
