@@ -106,7 +106,7 @@ def _in_turn(lm: LanguageModel, prompt: str) -> tuple[list[GenerationResult], li
     """
     drafted, plain = [], []
     for number in range(ROUNDS + 1):
-        with_drafts, without = lm.generate(prompt, draft="streams"), lm.generate(prompt, draft="none")
+        with_drafts, without = lm.generate(prompt, draft="auto"), lm.generate(prompt, draft="none")
         if with_drafts.token_ids != without.token_ids:
             raise CheckFailed(f"speculation changed the text: {with_drafts.text!r} instead of {without.text!r}")
         if number:
