@@ -64,9 +64,9 @@ class Graph:
         options.log_severity_level = 3
         self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.draft_session = ort.InferenceSession(streams, options, providers=["CPUExecutionProvider"]) if streams else None
-        shapes = {value.name: value.shape for value in self.session.get_inputs()}
-        self.num_layers = sum(name.startswith("past_key_values.") for name in shapes) // 2
-        _, kv_heads, _, head_dim = shapes[contract.past_key(0)]
+        self.shapes = {value.name: value.shape for value in self.session.get_inputs()}
+        self.num_layers = sum(name.startswith("past_key_values.") for name in self.shapes) // 2
+        _, kv_heads, _, head_dim = self.shapes[contract.past_key(0)]
         self.cache = np.zeros((self.num_layers, 2, 1, kv_heads, capacity, head_dim), dtype=np.float32)
         self.length = 0
         self._value = ort.OrtValue.ortvalue_from_numpy

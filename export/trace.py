@@ -31,7 +31,9 @@ from specstream.models.stream_model import StreamModel
 
 OPSET = 24  # the first with TensorScatter
 GRAPH_FILE = "model.onnx"
-STREAMS_FILE = "streams.onnx"  # the streams' own pass (delayed placement); its weights in streams.onnx.data
+DATA_FILE = "model.onnx.data"
+STREAMS_FILE = "streams.onnx"  # the streams' own pass (delayed placement)
+STREAMS_DATA_FILE = "streams.onnx.data"
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _write(program: ir.Model, layers: range, inputs: list[str], outputs: list[st
     counts = run_passes(program, profile)
     operators = Counter(f"{node.domain}::{node.op_type}" if node.domain else node.op_type for node in graph.all_nodes())
     weight_bytes = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
-    ir.save(program, file, external_data=file.name + ".data", size_threshold_bytes=1024)
+    ir.save(program, file, external_data=DATA_FILE if file.name == GRAPH_FILE else STREAMS_DATA_FILE, size_threshold_bytes=1024)
     return GraphInfo(OPSET, weight_bytes, dict(operators.most_common()), counts)
 
 
