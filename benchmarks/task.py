@@ -40,7 +40,7 @@ def same(text: str, reference: str) -> bool:
 
 
 def measure(
-    lm: LanguageModel, rows: list[dict[str, Any]], draft: str, budget: int, stream_rows: StreamRows, max_new_tokens: int
+    lm: LanguageModel, rows: list[dict[str, Any]], draft: str, budget: Budget, stream_rows: StreamRows, max_new_tokens: int
 ) -> dict[str, Any]:
     """Answer every prompt with speculation; tokens per call pooled over prompts, as the design defines it."""
     tokens = calls = hits = 0
@@ -90,7 +90,7 @@ def race(
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("data", type=click.Path(path_type=Path))
 @click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, help="Prompts, from the start of DATA.")
-@click.option("--budgets", default="16", show_default=True, help="Main rows of a call, several with commas.")
+@click.option("--budgets", default="16", show_default=True, help="Main rows of a call, several with commas; adaptive: as many as pay.")
 @click.option("--stream-rows", default="all", show_default=True, help="Rows that carry streams: all, root, or numbers with commas.")
 @click.option("--draft", default="streams", show_default=True, help="Where drafts come from: streams, joined, lookup.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
@@ -116,8 +116,13 @@ def task(
     table = Table(title=f"{bundle.name} on {data.name}, {len(rows)} prompts, greedy")
     for column in ("rows a call", "with streams", "tokens per call", "exact match"):
         table.add_column(column, justify="right")
-    pairs: list[tuple[int, StreamRows]] = [
-        (int(budget), int(kind) if kind.isdigit() else kind) for budget in budgets.split(",") for kind in stream_rows.split(",")
+    unknown = [budget for budget in budgets.split(",") if not budget.isdecimal() and budget != "adaptive"]
+    if unknown:
+        raise UserError(f"--budgets {budgets}: numbers or adaptive expected, with commas")
+    pairs: list[tuple[Budget, StreamRows]] = [
+        (int(budget) if budget.isdecimal() else "adaptive", int(kind) if kind.isdecimal() else kind)
+        for budget in budgets.split(",")
+        for kind in stream_rows.split(",")
     ]
     for budget, kind in pairs:
         got = measure(lm, rows, draft, budget, kind, max_new_tokens)
