@@ -65,6 +65,7 @@ class Graph:
         self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.draft_session = ort.InferenceSession(streams, options, providers=["CPUExecutionProvider"]) if streams else None
         self.shapes = {value.name: value.shape for value in self.session.get_inputs()}
+        self.output_names = [value.name for value in self.session.get_outputs()]
         self.num_layers = sum(name.startswith("past_key_values.") for name in self.shapes) // 2
         _, kv_heads, _, head_dim = self.shapes[contract.past_key(0)]
         self.cache = np.zeros((self.num_layers, 2, 1, kv_heads, capacity, head_dim), dtype=np.float32)

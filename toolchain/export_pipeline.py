@@ -176,7 +176,7 @@ def _count_parameters(config: PretrainedConfig) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-def _run_parity(graph: Path, reference: Path, streams: Path | None) -> dict[str, Any]:
+def _run_parity(graph: Path, reference: Path, streams: Path | None = None) -> dict[str, Any]:
     """Compare in a process of its own: what it loads does not add to this one's memory, and a crash of the runtime is a result."""
     # -P: a file in the user's folder must not be taken for a module of ours.
     command = [sys.executable, "-P", "-m", "specstream.export.parity", str(graph), str(reference)]
