@@ -38,10 +38,10 @@ def test_train_then_export(model_folder: Path, rows: Path, tmp_path: Path, capfd
     said = capfd.readouterr()
     assert "stream parameters" in said.out
     assert said.err == ""
-    # Vectors 2·32, pruning adapter 2·8·32, LoRA of rank 2 on the seven linear layers of the last layer.
+    # Vectors 2·32, correction map 2·64·32, pair head 3·48·32, LoRA of rank 2 on the seven linear layers of the last layer.
     sizes = [(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)]
-    assert json.loads(report.read_text())["stream_parameters"] == 2 * 32 + 2 * 8 * 32 + sum(2 * (a + b) for a, b in sizes)
-    expected = {"README.md", "adapter.safetensors", "config.json", "report.json", "train.jsonl", "train.png"}
+    assert json.loads(report.read_text())["stream_parameters"] == 2 * 32 + 2 * 64 * 32 + 3 * 48 * 32 + sum(2 * (a + b) for a, b in sizes)
+    expected = {"README.md", "adapter.safetensors", "config.json", "ngrams.npz", "report.json", "train.jsonl", "train.png"}
     assert {path.name for path in out.iterdir()} == expected
     assert "CC0" in (out / "README.md").read_text()
     assert (out / "train.png").read_bytes().startswith(b"\x89PNG")
