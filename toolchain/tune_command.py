@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from specstream.models.errors import UserError
+from specstream.toolchain.prompt_rows import read_prompt_rows
 from specstream.toolchain.report import json_option, write_report
 
 if TYPE_CHECKING:
@@ -61,9 +62,8 @@ def tune(
     from specstream.toolchain.terminal import step_status
     from specstream.toolchain.tune_pipeline import SAMPLE_PROMPTS, TuneOptions, default_threads
     from specstream.toolchain.tune_pipeline import tune as measure
-    from specstream.toolchain.verify_command import read_prompts
 
-    prompts = list(SAMPLE_PROMPTS) if prompts_file is None else read_prompts(prompts_file, limit)
+    prompts = list(SAMPLE_PROMPTS) if prompts_file is None else list(read_prompt_rows(prompts_file, limit, "--prompts").prompts)
     cores = usable_cores()
     if threads is not None and threads[-1] > cores:
         raise UserError(f"--threads {threads[-1]}: this process may use {cores} cores")

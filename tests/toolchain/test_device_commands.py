@@ -16,7 +16,7 @@ from specstream.runtimes import Bundle, load
 from specstream.runtimes.manifest import MANIFEST_NAME
 from specstream.toolchain import verify_command
 from specstream.toolchain.cli import run
-from specstream.toolchain.verify_command import read_prompts
+from specstream.toolchain.prompt_rows import read_prompt_rows
 
 from ..runtimes.tiny_bundle import STREAMS, write_bundle
 
@@ -261,14 +261,14 @@ def test_malformed_prompts(content: bytes, message: str, bundle: Path, tmp_path:
 def test_prompts_after_the_limit_are_not_looked_at(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a\\u2028b"}\n{"prompt": "c"}\nbroken\n')
-    assert read_prompts(file, 2) == ["a\u2028b", "c"]
+    assert read_prompt_rows(file, 2).prompts == ("a\u2028b", "c")
     with pytest.raises(UserError, match="line 3"):
-        read_prompts(file, 3)
+        read_prompt_rows(file, 3)
 
 
 def test_the_projects_own_prompts_are_read(data_folder: Path) -> None:
-    assert len(read_prompts(data_folder / "sql.jsonl", 200)) == 12
-    assert len(read_prompts(data_folder / "e2e.jsonl", 200)) == 6
+    assert len(read_prompt_rows(data_folder / "sql.jsonl", 200).prompts) == 12
+    assert len(read_prompt_rows(data_folder / "e2e.jsonl", 200).prompts) == 6
 
 
 def test_a_bundle_that_cannot_be_written_to(

@@ -13,7 +13,8 @@ from specstream.runtimes import Bundle, load
 from specstream.runtimes.bundle import BundleWriter
 from specstream.toolchain import quantize_pipeline
 from specstream.toolchain.cli import run
-from specstream.toolchain.quantize_pipeline import Limits, read_calibration
+from specstream.toolchain.prompt_rows import read_prompt_rows
+from specstream.toolchain.quantize_pipeline import Limits
 
 from ..runtimes.tiny_bundle import write_bundle
 
@@ -135,5 +136,5 @@ def test_limits() -> None:
 def test_calibration_takes_the_first_rows(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text(PROMPTS)
-    assert read_calibration(file, 9).completions == ("sat", None)
-    assert read_calibration(file, 1).prompts == ("the cat",)
+    assert read_prompt_rows(file, 9).completions == ("sat", None)
+    assert read_prompt_rows(file, 1).prompts == ("the cat",)
