@@ -124,10 +124,11 @@ def _times(value: float | None) -> str:
 
 
 def _print(report: BenchReport) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from specstream.toolchain.terminal import table_console
+
+    console = table_console()
     if not console.is_terminal:
         console.width = 160  # a file has no edge, and 80 columns would break words
     for task in dict.fromkeys(run.task for run in report.runs):

@@ -50,10 +50,10 @@ def demo(out: Path, force: bool) -> None:
     Example:
       python -m specstream.toolchain.demo
     """
-    from rich.console import Console
     from rich.table import Table
 
     from specstream.runtimes import load
+    from specstream.toolchain.terminal import table_console
 
     if force or not is_made(out):
         export(out)
@@ -71,11 +71,7 @@ def demo(out: Path, force: bool) -> None:
         plain += without
         table.add_row(question, with_drafts[0].text.strip(), *_figures(with_drafts, without))
     table.add_row("all three", "", *_figures(drafted, plain), style="bold")
-    # As wide as the table needs in a pipe too, where there is no terminal to ask.
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    console.print(table)
+    table_console().print(table)
 
 
 def is_made(out: Path) -> bool:

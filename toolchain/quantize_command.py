@@ -90,8 +90,9 @@ def quantize(
 
 
 def _print(quality: Mapping[str, Any], before: Mapping[str, Any], scheme: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from specstream.toolchain.terminal import table_console
 
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -107,4 +108,4 @@ def _print(quality: Mapping[str, Any], before: Mapping[str, Any], scheme: str) -
     table.add_row("argmax flips: siblings beside a row", "", show(quality["flip_rate"], ".2%"))
     table.add_row("argmax flips: one row against two", "", show(quality["flip_rate_plain"], ".2%"))
     table.add_row("rows independent", "", "yes" if quality["rows_independent"] else "NO")
-    Console().print(table)
+    table_console().print(table)

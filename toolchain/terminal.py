@@ -1,4 +1,4 @@
-"""What commands show while they work: on standard error, and only when that is a terminal."""
+"""How commands show things: tables on standard output; what they do meanwhile on standard error, and only when that is a terminal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from rich.console import Console
 def console() -> Console:
     """A rich console on standard error."""
     return Console(stderr=True)
+
+
+def table_console() -> Console:
+    """A rich console on standard output; in a pipe, where there is no terminal to ask, as wide as tables need."""
+    found = Console()
+    return found if found.is_terminal else Console(width=140)
 
 
 @contextlib.contextmanager

@@ -90,10 +90,11 @@ def tune(
 
 
 def _print(profile: DeviceProfile) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from specstream.toolchain.terminal import table_console
+
+    console = table_console()
     table = Table(title=f"{profile.model}, {profile.scheme}: ms of a call")
     for column in ("threads", "context"):
         table.add_column(column, justify="right")
@@ -103,7 +104,7 @@ def _print(profile: DeviceProfile) -> None:
         table.add_column(name, justify="right")
     for threads, context in dict.fromkeys((call.threads, call.context) for call in profile.call_cost):
         ms = {(c.rows, c.stream_rows): c.ms for c in profile.call_cost if (c.threads, c.context) == (threads, context)}
-        table.add_row(str(threads), str(context), *(f"{ms[kind]:.2f}" for kind in kinds))
+        table.add_row(str(threads), str(context), *(f"{ms[kind]:.1f}" for kind in kinds))
     console.print(table)
     table = Table(title=f"{profile.prompts} sample prompts: tokens per call, and tokens/s worked out from them")
     table.add_column("drafts")
