@@ -46,6 +46,14 @@ from specstream.toolchain.report import json_option, write_report
 @click.option("--pair-rank", type=int, default=48, show_default=True, help="Rank of the head that re-scores by parent token (delayed).")
 @click.option("--prune-rank", type=int, default=0, show_default=True, help="Rank of the pruning adapter o_θ; 0: none.")
 @click.option("--kept-rows", type=int, default=2048, show_default=True, help="Rows for streams, their main states kept; 0: all, none kept.")
+@click.option(
+    "--self-distill",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="TOKENS",
+    help="Streams learn answers of the model itself, of so many tokens at most, to the prompts of DATA; 0: the answers in DATA.",
+)
 @click.option("--top-k", type=int, default=8, show_default=True, help="Candidates a stream returns (k).")
 @click.option("--draft-vocab", "draft_vocab_size", type=int, default=8192, show_default=True, help="Tokens streams choose from; 0 for all.")
 @click.option("--stream-decay", type=float, default=0.85, show_default=True, help="Loss weight of stream j+1 relative to stream j.")

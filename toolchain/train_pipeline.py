@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from specstream.runtimes.ngrams import NgramTable
 
 REPORT_SCHEMA = 1
-WORK_FILES = ("run.json", "main.pt", "checkpoint-main.pt", "checkpoint-streams.pt", "checkpoint-joint.pt")
+WORK_FILES = (
+    "run.json",
+    "main.pt",
+    "checkpoint-main.pt",
+    "checkpoint-streams.pt",
+    "checkpoint-joint.pt",
+    "distilled.jsonl",
+)
 PROMPT_TAIL = 4  # tokens of the prompt before an output, as far back as an n-gram's context reaches
 FREE_BYTES = 256 << 20  # checkpoints of a run hold three copies of the trained parameters
 
@@ -94,8 +101,10 @@ def train_adapter(
 
     from specstream.models.data import encode_rows, read_rows
 
-    rows = read_rows(data)
-    held = read_rows(valid) if valid is not None else []
+    # Nobody looks at completions when the model itself answers and there is no fine-tune to learn them.
+    needed = options.mode != "lossless" or not options.self_distill
+    rows = read_rows(data, needed)
+    held = read_rows(valid, needed) if valid is not None else []
 
     from specstream.models.base import identity, load_base, load_config, load_tokenizer, resolve_base
 
@@ -103,7 +112,7 @@ def train_adapter(
     config = load_config(source)
     check_sizes(options, config)
     tokenizer = load_tokenizer(source)
-    limit = min(max_length, int(config.max_position_embeddings))
+    limit = min(max_length, int(config.max_position_embeddings) - options.self_distill)
     encode_prompt, encode_text, stop_id = encoders(tokenizer)
     encoded, too_long = encode_rows(rows, encode_prompt, encode_text, stop_id, limit)
     if too_long:
@@ -122,10 +131,10 @@ def train_adapter(
     assert config.architectures
     known = identity(base, config.architectures[0])
     start = load_start(start_from, known, options) if start_from is not None else None
-    trained = train(base, known, encoded, work, options, start_from=start, progress=progress if primary else None)
+    trained = train(base, known, encoded, work, options, start_from=start, held_out=held_rows[:200], progress=progress if primary else None)
     if not trained.primary:
         return {}  # another process of this run writes the result
-    held_out = fit_temperatures(trained.model, held_rows[:200])
+    held_out = fit_temperatures(trained.model, trained.held_out)
     trained.tensors["streams.calibration"] = held_out.temperatures
 
     from specstream.models.adapter import Adapter, save_adapter
@@ -133,7 +142,7 @@ def train_adapter(
     from specstream.runtimes.ngrams import NGRAM_FILE
 
     save_adapter(work, trained.config, trained.tensors)
-    task_ngrams(encoded, known.vocab_size).save(work / NGRAM_FILE)
+    task_ngrams(trained.rows if options.self_distill else encoded, known.vocab_size).save(work / NGRAM_FILE)
     plot_log(work / "train.jsonl", work / "train.png")
     adapter = Adapter(trained.config, trained.tensors)
     report: dict[str, Any] = {
@@ -146,7 +155,7 @@ def train_adapter(
         "seconds": seconds_spent(work / "train.jsonl"),
         "main_parameters": adapter.count("main"),
         "stream_parameters": adapter.count("streams"),
-        "held_out_rows": len(held_rows[:200]),
+        "held_out_rows": len(trained.held_out),
         "held_out_agreement": [round(x, 4) for x in held_out.agreement],
         "held_out_loss": [round(x, 4) for x in held_out.loss],
         "temperatures": [round(float(x), 4) for x in held_out.temperatures],
@@ -242,13 +251,14 @@ def card(report: dict[str, Any], data_name: str, data_license: str | None) -> st
     agreement = " ".join(f"{x:.2f}" for x in report["held_out_agreement"])
     loss = " ".join(f"{x:.2f}" for x in report["held_out_loss"])
     steps = f"{o['main_steps']} of the fine-tune, then {o['steps']} of the streams" if o["mode"] == "two-stage" else str(o["steps"])
+    own = f" (prompts only: the model's own answers of up to {o['self_distill']} tokens)" if o["self_distill"] else ""
     return f"""# Stream adapter for {report["model"]}
 
 | | |
 | --- | --- |
 | base | {report["model"]} |
 | mode | {report["mode"]} |
-| data | {data_name}, {report["rows"]} rows{f", {data_license}" if data_license else ""} |
+| data | {data_name}, {report["rows"]} rows{own}{f", {data_license}" if data_license else ""} |
 | steps | {steps}, batch {o["batch_size"]} |
 | parameters | fine-tune {report["main_parameters"]:,}, streams {report["stream_parameters"]:,} |
 | held-out agreement of streams 1 to {o["num_streams"]} with the model's own choice | {agreement} |
