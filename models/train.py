@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specstream.models.adapter import Adapter, default_targets, main_tensors, merge_main, stream_tensors, wrap_main
+from specstream.models.adapter import Adapter, begin_streams, default_targets, main_tensors, merge_main, stream_tensors, wrap_main
 from specstream.models.config import BaseIdentity, Mode, Placement, StreamConfig
 from specstream.models.data import Batch, TokenRow, draft_vocabulary, make_batch, plan_batches
 from specstream.models.distill import distill
@@ -187,6 +187,7 @@ def train(
     options: TrainOptions,
     *,
     start_from: Adapter | None = None,
+    start_streams: Adapter | None = None,
     held_out: Sequence[TokenRow] = (),
     progress: Progress | None = None,
     stop_after: int | None = None,
@@ -200,6 +201,7 @@ def train(
         work: folder for checkpoints and ``train.jsonl``; a run found there is resumed exactly where it was.
         options: the run.
         start_from: a fine-tune (``main.*``) to train streams on, instead of stage ``main``.
+        start_streams: trained streams to begin from, in place of random ones; see :func:`begin_streams`.
         held_out: rows that are not trained on, returned with completions as the streams' rows have them.
         progress: called after each step with (stage, step, steps, last logged figures).
         stop_after: stop with KeyboardInterrupt after so many steps in all (tests of resuming).
@@ -208,7 +210,7 @@ def train(
         UserError: a run with other options is in ``work``.
     """
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    run = _Run(base, identity, rows, list(held_out), work, options, accelerator, progress, stop_after)
+    run = _Run(base, identity, rows, list(held_out), work, options, accelerator, progress, stop_after, start_streams)
     if options.mode == "shared":
         assert start_from is None, "shared mode trains its own fine-tune"
         return run.joint()
@@ -243,9 +245,11 @@ class _Run:
         accelerator: Accelerator,
         progress: Progress | None,
         stop_after: int | None,
+        start_streams: Adapter | None,
     ) -> None:
         self.base, self.identity, self.rows, self.held_out, self.options = base, identity, rows, held_out, options
         self.work, self.accelerator, self.progress, self.stop_after = work, accelerator, progress, stop_after
+        self.start_streams = start_streams
         self.lengths = [len(row.ids) for row in rows]
         self.dtype = training_dtype(options, accelerator)
         self.steps_done = 0
@@ -255,6 +259,8 @@ class _Run:
         self.accelerator.wait_for_everyone()  # the first process may have just taken an old run away
         rows = hashlib.sha256(repr([(row.ids, row.start) for row in self.rows]).encode()).hexdigest()
         known = {"options": dataclasses.asdict(self.options), "fingerprint": self.identity.fingerprint, "rows": rows}
+        if self.start_streams is not None:
+            known["start_streams"] = _digest(self.start_streams.tensors)
         described = json.dumps(known, indent=2)
         path = self.work / "run.json"
         if path.is_file():
@@ -392,6 +398,8 @@ class _Run:
             anchors = batch.anchors.to(entry.device).unsqueeze(2).expand(-1, -1, entry.shape[2])
             self.entry_rms = float(entry.gather(1, anchors).pow(2).mean(-1).sqrt().median())
             model.stream_vectors.copy_(torch.randn(model.stream_vectors.shape) * VECTOR_SCALE * self.entry_rms)
+        if self.start_streams is not None:
+            begin_streams(model, self.start_streams)
         for parameter in model.stream_parameters().values():
             parameter.data = parameter.data.float()
         return model
@@ -581,6 +589,15 @@ def _rate(step: int, steps: int) -> float:
     if step < warm:
         return (step + 1) / warm
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warm) / max(1, steps - warm))))
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Of names and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

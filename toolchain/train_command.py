@@ -26,6 +26,7 @@ from specstream.toolchain.report import json_option, write_report
 @click.option(
     "--main", "start_from", metavar="ADAPTER", help="A finished fine-tune to train streams on: an adapter of ours or of PEFT (LoRA)."
 )
+@click.option("--streams-from", metavar="ADAPTER", help="Begin with the streams of this adapter, made for another task.")
 @click.option("--valid", type=click.Path(path_type=Path), help="Held-out rows to calibrate streams on; every 50th row of DATA without it.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Rows a step, over all processes.")
 @click.option("--lr", "learning_rate", type=float, default=2e-3, show_default=True, help="Peak learning rate of the streams.")
@@ -78,6 +79,7 @@ def train(
     data: Path,
     out: Path,
     start_from: str | None,
+    streams_from: str | None,
     valid: Path | None,
     max_length: int,
     threads: int | None,
@@ -102,6 +104,7 @@ def train(
 
     require("train")
     folder = resolve_adapter(start_from) if start_from is not None else None
+    other = resolve_adapter(streams_from) if streams_from is not None else None
     for path in (data, valid):
         if path is not None and not path.is_file():
             raise click.UsageError(f"{path}: no such file; expected JSON lines with 'prompt' and 'completion'")
@@ -125,6 +128,7 @@ def train(
                 out,
                 checked,
                 start_from=folder,
+                streams_from=other,
                 valid=valid,
                 max_length=max_length,
                 data_license=data_license,

@@ -164,6 +164,20 @@ def test_self_distilled_rows_are_what_the_frozen_model_says(mode: str, tmp_path:
     assert all(torch.equal(resumed.tensors[name], whole.tensors[name]) for name in whole.tensors)
 
 
+def test_streams_begin_with_those_of_another_run(tmp_path: Path) -> None:
+    """The first step already knows what they knew, and the run does not go on as one from the start."""
+    options = dataclasses.replace(OPTIONS, mode="lossless", steps=60)
+    first = run(tmp_path / "first", options)
+    given = Adapter(first.config, first.tensors)
+    fewer = dataclasses.replace(options, num_streams=1, seed=1)
+    second = run(tmp_path / "second", fewer, start_streams=given, stop_after=None)
+    assert second.tensors["streams.stream_vectors"].shape[0] == 1
+    from_start, begun = lines(tmp_path / "first"), lines(tmp_path / "second")
+    assert begun[0]["stream_loss"][0] < (from_start[0]["stream_loss"][0] + from_start[-1]["stream_loss"][0]) / 2
+    with pytest.raises(UserError, match="holds a run with other options"):
+        run(tmp_path / "second", fewer)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
