@@ -229,7 +229,7 @@ def gumbel_noise(seed: int, position: int, ids: npt.NDArray[np.int64]) -> Float6
 
 
 def random_bits(seed: int, position: int, ids: npt.NDArray[np.int64]) -> WordArray:
-    """uint32 [n]: word ``id mod 4`` of Philox4x32-10 with the counter (id div 4, position, 0, 0) and the key (low, high) half of the seed."""
+    """uint32 [n]: of each token id, word ``id mod 4`` of Philox4x32-10 (id div 4, position, 0, 0; low and high half of the seed)."""
     blocks = ids >> 2
     used = np.zeros(int(blocks.max(initial=-1)) + 1, dtype=np.bool_)
     used[blocks] = True
