@@ -127,7 +127,9 @@ def _transformers(
     asked = reference == "transformers" or model is not None or adapter is not None
     if sampling is not None:
         if asked:
-            raise UserError("transformers is compared with greedy decoding only; leave out --temperature and penalties, or --reference")
+            raise UserError(
+                "transformers is compared with greedy decoding only: leave out the sampling options, or --reference, --model and --adapter"
+            )
         return None, "its noise and penalties are others"
     if not asked and (importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None):
         return None, "torch and transformers are not installed (the export extra brings them)"
