@@ -201,7 +201,7 @@ def test_the_real_model_trains(smollm2_path: Path, data_folder: Path, tmp_path: 
     out = tmp_path / "adapter"
     asked = ["train", str(smollm2_path), str(data_folder / "sql.jsonl"), str(out), "--steps", "12", "--main-steps", "2"]
     asked += ["--batch-size", "2", "--draft-vocab", "2048", "--stream-layers", "4", "--max-length", "256", "--checkpoint-every", "100"]
-    assert run([*asked, "--num-streams", "3", "--lr", "0.003", "--precision", "fp32", "--self-distill", "24"]) == 0
+    assert run([*asked, "--num-streams", "3", "--lr", "0.003", "--precision", "fp32", "--self-distill", "0"]) == 0
     log = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
     main = [line["main_loss"] for line in log if line["stage"] == "main"]
     streams = [line["stream_loss"][0] for line in log if line["stage"] == "streams"]
