@@ -50,7 +50,7 @@ def read_rows(path: Path, completions: bool = True) -> list[TextRow]:
     """Read ``{"prompt": ..., "completion": ...}`` lines; other keys are ignored, blank lines skipped.
 
     Args:
-        completions: whether each row must have one; else they are read as empty.
+        completions: whether each row must have one; else what is missing is read as empty.
 
     Raises:
         UserError: no such file, a malformed line (with its number), or no rows at all.
@@ -72,7 +72,7 @@ def read_rows(path: Path, completions: bool = True) -> list[TextRow]:
                 for key in ("prompt", "completion") if completions else ("prompt",):
                     if not isinstance(data.get(key), str) or not data[key].strip():
                         raise UserError(f"{path}:{number}: '{key}' must be a non-empty string")
-                rows.append(TextRow(data["prompt"], data["completion"] if completions else ""))
+                rows.append(TextRow(data["prompt"], data["completion"] if completions else str(data.get("completion") or "")))
         except UnicodeDecodeError:
             raise UserError(f"{path}: not UTF-8 text; expected JSON lines with 'prompt' and 'completion'") from None
     if not rows:

@@ -165,7 +165,9 @@ def train_adapter(
     from specstream.runtimes.ngrams import NGRAM_FILE
 
     save_adapter(work, trained.config, trained.tensors)
-    outputs = (encoded if needed else []) + (trained.rows if options.self_distill else [])
+    # Of a fine-tune's task, the rows' own completions are outputs like those to come; a bare base may answer quite otherwise.
+    of_task = needed or (start_from is not None and all(row.completion for row in rows))
+    outputs = (encoded if of_task else []) + (trained.rows if options.self_distill else [])
     task_ngrams(outputs, known.vocab_size).save(work / NGRAM_FILE)
     plot_log(work / "train.jsonl", work / "train.png")
     adapter = Adapter(trained.config, trained.tensors)

@@ -37,6 +37,14 @@ def test_rows_are_read(tmp_path: Path) -> None:
     assert read_rows(file) == [TextRow("é", "b"), TextRow("c", "d")]
 
 
+def test_prompts_may_be_enough(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "completion": "c"}\n{"prompt": "d", "completion": null}\n')
+    assert read_rows(path, completions=False) == [TextRow("a", ""), TextRow("b", "c"), TextRow("d", "")]
+    with pytest.raises(UserError, match=":1: 'completion' must be"):
+        read_rows(path)
+
+
 def test_encoding_ends_with_the_stop_token_and_drops_long_rows() -> None:
     rows = [TextRow("abc", "de"), TextRow("abcdef", "ghij")]
     encoded, dropped = encode_rows(rows, lambda p: [0, *map(ord, p)], lambda t: [*map(ord, t)], 2, 8)
