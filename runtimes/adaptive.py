@@ -56,18 +56,32 @@ class CallCosts:
         return found
 
 
-# Eight bits of weights and activations on two x86-64 cores, near enough for a device that was never measured.
-PRIOR_COSTS: Final = CallCosts(rows=(1, 2, 4, 8, 16, 32), costs=(1.0, 1.1, 1.2, 1.5, 1.85, 2.7), streams=0.35)
+# Of SmolLM2-135M on two x86-64 cores, for devices that were never measured: what a row costs depends on the kernels that a scheme uses.
+_PRIOR_ROWS: Final = (1, 2, 4, 6, 8, 12, 16, 24)
+_PRIORS: Final = {
+    "fp32": CallCosts(_PRIOR_ROWS, (1.0, 1.1, 1.17, 1.32, 1.47, 1.76, 2.04, 2.6), streams=0.46),
+    "int4": CallCosts(_PRIOR_ROWS, (1.0, 1.09, 1.52, 1.97, 2.34, 3.1, 3.78, 5.26), streams=0.84),
+    "int8": CallCosts(_PRIOR_ROWS, (1.0, 1.15, 1.38, 1.6, 1.8, 2.2, 2.6, 3.4), streams=0.7),
+    "w8a8": CallCosts(_PRIOR_ROWS, (1.0, 1.05, 1.2, 1.4, 1.57, 1.7, 1.97, 2.34), streams=0.56),
+}
+PRIOR_COSTS: Final = _PRIORS["w8a8"]
+
+
+def prior_costs(scheme: str) -> CallCosts:
+    """Usual costs of bundles of a scheme; those of ``w8a8`` for one that has none of its own."""
+    return _PRIORS.get(scheme, PRIOR_COSTS)
 
 
 class BudgetController(Protocol):
     """What the speculative loop asks before each call, in this order, and tells after it.
 
-    ``budget``: rows at most; 1 is plain decoding, for which no streams are computed. ``trim``: the part of a tree that is worth its
-    rows. ``record``: what the call gave.
+    ``budget``: rows at most; 1 is plain decoding, for which no streams are computed. ``least``: the probability of a path below which
+    ``trim`` keeps no row, so that none need be drafted. ``trim``: the part of a tree that is worth its rows. ``record``: what the call
+    gave.
     """
 
     def budget(self) -> int: ...
+    def least(self) -> float: ...
     def trim(self, tree: TokenTree) -> TokenTree: ...
     def record(self, rows: int, emitted: int, expected: float) -> None: ...
 
@@ -80,6 +94,9 @@ class FixedBudget:
 
     def budget(self) -> int:
         return self.rows
+
+    def least(self) -> float:
+        return 0.0
 
     def trim(self, tree: TokenTree) -> TokenTree:
         return tree
@@ -113,6 +130,7 @@ class AdaptiveBudget:
         self.most = most
         self._costs = costs.table(most)
         self._streams = costs.streams if uses_streams else 0.0
+        self._cheapest_row = float(np.diff(self._costs).min()) if most > 1 else 0.0
         self._account = _AT_START
         self._accepted = self._promised = _TRUST
         # Tokens and time of drafted calls lately, the root's own token included.
@@ -148,12 +166,18 @@ class AdaptiveBudget:
         self._drafting = self.most > 1 and self._account >= (loss if self._drafting else 2.0 * loss)
         return self.most if self._drafting else 1
 
+    def least(self) -> float:
+        """A row less likely than this loses time even where a row costs least; a little lower, so that rounding decides nothing."""
+        return 0.999 * max(self.rate, 1.0) * self._cheapest_row / self._bounded_correction()
+
+    def _bounded_correction(self) -> float:
+        # Where nothing is accepted any more, a try still needs rows that could be.
+        return min(max(self.correction, 0.4), 1.2)
+
     def trim(self, tree: TokenTree) -> TokenTree:
         """The likeliest rows of a tree, as many as are worth their time."""
         likely = np.sort(path_probabilities(tree))[::-1][: self.most]
-        # Where nothing is accepted any more, a try still needs rows that could be.
-        correction = min(max(self.correction, 0.4), 1.2)
-        gain = correction * np.cumsum(likely) - max(self.rate, 1.0) * self._costs[: len(likely)]
+        gain = self._bounded_correction() * np.cumsum(likely) - max(self.rate, 1.0) * self._costs[: len(likely)]
         rows = int(gain.argmax()) + 1
         return tree if rows >= len(tree) else likeliest_rows(tree, rows)
 

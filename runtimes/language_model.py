@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from specstream.models.errors import UserError
-from specstream.runtimes.adaptive import PRIOR_COSTS, AdaptiveBudget
+from specstream.runtimes.adaptive import AdaptiveBudget, prior_costs
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.drafters import Drafter, NoDrafter, StreamDrafter
 from specstream.runtimes.joined import PRIOR_WEIGHTS, JoinedDrafter
@@ -157,6 +157,9 @@ class LanguageModel:
         rows = self._adaptive(drafter) if budget == "adaptive" else budget
         if sampling is not None and sampling.is_greedy:
             sampling = None
+        if isinstance(self.session, OrtSession):
+            # Plain decoding as such is left at its fastest; within speculation, plain calls round as the others do.
+            self.session.pad_single = self.manifest.quantization.rounds_activations and not isinstance(drafter, NoDrafter)
         start = time.perf_counter()
         prompt_ids = self.prompt_ids(prompt, raw)
         self.last = None
@@ -262,7 +265,7 @@ class LanguageModel:
         """The controller of this drafter's kind: what it has learned of earlier texts stays."""
         streams = drafter.uses_streams and self.session.num_streams > 0
         if streams not in self._controllers:
-            costs = self.profile.costs if self.profile is not None else PRIOR_COSTS
+            costs = self.profile.costs if self.profile is not None else prior_costs(self.manifest.quantization.scheme)
             self._controllers[streams] = AdaptiveBudget(costs, DEFAULT_BUDGET, streams)
         controller = self._controllers[streams]
         controller.new_text()

@@ -19,6 +19,7 @@ import onnxruntime as ort
 from specstream.export import contract
 from specstream.models.errors import UserError
 from specstream.runtimes.bundle import Bundle
+from specstream.runtimes.processor import saturates
 from specstream.runtimes.session import DraftOutput, Rows, StepOutput
 from specstream.runtimes.tree import FloatArray
 
@@ -36,6 +37,10 @@ class OrtSession:
         capacity: rows of cache to allocate at once and never exceed. Left out, the cache starts small and grows by doubling up
             to the model's context length.
 
+    Attributes:
+        pad_single: run a call of one row with a second row beside it that nothing looks at, so that the kernels of larger calls round
+            it as they would in a tree. Where activations are rounded, this makes plain decoding agree with speculation.
+
     Raises:
         UserError: the graph cannot be loaded or is not the one that the manifest describes; threads or capacity make no sense.
     """
@@ -48,6 +53,11 @@ class OrtSession:
             raise UserError(f"capacity: {capacity} given, 1 to {model.context_length} (the model's context) expected")
         if bundle.manifest.contract.cache_dtype != "float32":
             raise UserError(f"{bundle.folder}: a {bundle.manifest.contract.cache_dtype} cache; this specstream runs float32")
+        if bundle.manifest.quantization.requires is not None and saturates():
+            raise UserError(
+                f"{bundle.folder}: its {bundle.manifest.quantization.scheme} weights need a processor with VNNI, which this one lacks: "
+                "results would be wrong. Quantize with --scheme int8 or int4 for it"
+            )
         self.threads = threads or usable_cores()
         self.capacity = capacity or model.context_length
         self.length = 0
@@ -68,6 +78,7 @@ class OrtSession:
             o.name == contract.STREAM_PAIRS for o in self._draft_session.get_outputs()
         )
         self._check_contract(bundle)
+        self.pad_single = False
         self._committed: int | None = None  # row of the last call that was committed last
         self._last_rows = 0  # rows of the last call that a commit may name
         self._allocate(capacity or min(FIRST_ALLOCATION, model.context_length))
@@ -83,6 +94,14 @@ class OrtSession:
         num_rows, num_streamed = len(rows.input_ids), len(rows.stream_rows)
         if num_streamed and (self.delayed or not self.num_streams):
             raise ValueError("stream rows given to a graph without streams beside its rows")
+        if self.pad_single and num_rows == 1 and not num_streamed and self.length + 2 <= self.capacity:
+            output = self._run(_twice(rows), logits)
+            self._last_rows = 1
+            return StepOutput(output.next_ids[:1], None if output.logits is None else output.logits[:1], None, None)
+        return self._run(rows, logits)
+
+    def _run(self, rows: Rows, logits: bool) -> StepOutput:
+        num_rows, num_streamed = len(rows.input_ids), len(rows.stream_rows)
         self._reserve(self.length + num_rows + num_streamed * self.num_streams)
         num_scored = len(rows.logit_rows)
         binding = self._binding(logits, num_streamed > 0)
@@ -246,6 +265,17 @@ class OrtSession:
                 f"{file}: not the graph that the manifest describes (contract v{contract.CONTRACT_VERSION}): "
                 f"{'; '.join(problems[:4])}{more}; export it again"
             )
+
+
+def _twice(rows: Rows) -> Rows:
+    """A single scored row, and the same beside it; neither sees the other."""
+    return Rows(
+        input_ids=np.repeat(rows.input_ids, 2),
+        position_ids=np.repeat(rows.position_ids, 2),
+        tree_mask=np.eye(2, dtype=np.bool_),
+        logit_rows=np.arange(2, dtype=np.int64),
+        stream_rows=rows.stream_rows,
+    )
 
 
 def usable_cores() -> int:

@@ -50,6 +50,47 @@ class Flipping(FakeModel):
         return output
 
 
+class Rounding(FakeModel):
+    """Flips where ``drafted`` holds in trees, and where ``plainly`` does in calls of one row, if those have kernels of their own."""
+
+    def __init__(self, drafted: Callable[[int], bool], plainly: Callable[[int], bool]) -> None:
+        super().__init__(skill=0.5)
+        self.drafted, self.plainly, self.one_row = drafted, plainly, True
+
+    def run(self, rows: Rows, logits: bool = False) -> StepOutput:
+        output = super().run(rows, logits=logits)
+        when = self.drafted if len(rows.input_ids) > 1 else self.plainly if self.one_row else lambda _: False
+        if not logits and not (len(rows.input_ids) > 1 and rows.tree_mask.all(where=np.tri(len(rows.input_ids), dtype=bool))):
+            flip = np.array([when(p) for p in rows.position_ids[rows.logit_rows].tolist()])
+            output = dataclasses.replace(output, next_ids=np.where(flip, (output.next_ids + 1) % self.vocab_size, output.next_ids))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("drafted", "plainly", "passes"),
+    [
+        (lambda _: False, lambda p: p % 7 == 0, True),  # trees are exact
+        (lambda p: p == 9, lambda p: p % 7 == 0, True),  # they flip less than one row against several does
+        (lambda p: p % 5 == 0, lambda p: p == 14, False),  # more
+        (lambda p: p == 9, lambda _: False, False),  # nothing is rounded by number of rows, so nothing may flip
+    ],
+)
+def test_rounded_activations_may_flip_as_often_as_plain_decoding_does(
+    drafted: Callable[[int], bool], plainly: Callable[[int], bool], passes: bool
+) -> None:
+    model = Rounding(drafted, plainly)
+
+    def one_row(wanted: bool) -> None:
+        model.one_row = wanted
+
+    one_row(False)
+    report = verify(model, PROMPTS, StreamDrafter(), max_new_tokens=20, one_row=one_row)
+    assert report.one_row_flip_rate is not None
+    assert (report.flip_rate > 0, report.one_row_flip_rate > 0) == (any(map(drafted, range(25))), any(map(plainly, range(25))))
+    assert report.passed is passes
+    assert verify(FakeModel(), PROMPTS, StreamDrafter(), max_new_tokens=20).one_row_flip_rate is None
+
+
 def test_an_exact_model_passes() -> None:
     done: list[int] = []
     report = verify(FakeModel(skill=0.7), PROMPTS, StreamDrafter(), max_new_tokens=20, on_prompt=done.append)
