@@ -596,7 +596,7 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
