@@ -68,7 +68,6 @@ class CoreMLContract:
         num_streams: γ; 0 without streams.
         top_k: k; 0 without streams.
         pairs: whether the draft function returns ``stream_pairs``.
-        near_tie: how close two logits may be for 16 bits to decide between them; set by the parity check.
     """
 
     functions: tuple[CoreMLFunction, ...]
@@ -81,7 +80,6 @@ class CoreMLContract:
     num_streams: int
     top_k: int
     pairs: bool
-    near_tie: float = 0.0
 
 
 def plan_functions(tree_rows: tuple[int, ...], fused_streams: bool) -> tuple[CoreMLFunction, ...]:
