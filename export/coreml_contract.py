@@ -89,8 +89,14 @@ def plan_functions(tree_rows: tuple[int, ...], fused_streams: bool) -> tuple[Cor
         UserError: rows of a tree that make no sense.
     """
     if not tree_rows or any(not 2 <= rows < PREFILL_ROWS for rows in tree_rows) or len(set(tree_rows)) < len(tree_rows):
-        raise UserError(f"tree rows: {', '.join(map(str, tree_rows)) or 'none'} given; different numbers from 2 to {PREFILL_ROWS - 1} expected")
-    shapes = [("decode_1", 1, 1), *((f"tree_{rows}", rows, rows) for rows in sorted(tree_rows)), (f"prefill_{PREFILL_ROWS}", PREFILL_ROWS, 1)]
+        raise UserError(
+            f"tree rows: {', '.join(map(str, tree_rows)) or 'none'} given; different numbers from 2 to {PREFILL_ROWS - 1} expected"
+        )
+    shapes = [
+        ("decode_1", 1, 1),
+        *((f"tree_{rows}", rows, rows) for rows in sorted(tree_rows)),
+        (f"prefill_{PREFILL_ROWS}", PREFILL_ROWS, 1),
+    ]
     made = []
     for name, rows, scored in shapes:
         made.append(CoreMLFunction(name, rows, scored, 0))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from specstream.export.coreml_contract import (
     plan_functions,
 )
 from specstream.export.coreml_module import DraftModule, RowsModule, fp16_safe, state_shape
-from specstream.export.coreml_package import WEIGHTS, PackageMetadata, canonicalise
+from specstream.export.coreml_package import CONTRACT_KEY, WEIGHTS, PackageMetadata, canonicalise
 from specstream.models.stream_model import StreamModel
 
 OPSET = 8  # CoreML8: iOS 18, macOS 15
@@ -78,14 +79,21 @@ def plan_contract(model: StreamModel, capacity: int, tree_rows: tuple[int, ...])
     )
 
 
-def export_package(model: StreamModel, package: Path, sizes: CoreMLContract, metadata: PackageMetadata) -> PackageInfo:
+def export_package(
+    model: StreamModel,
+    package: Path,
+    sizes: CoreMLContract,
+    metadata: PackageMetadata,
+    on_function: Callable[[str], None] | None = None,
+) -> PackageInfo:
     """Write an ``.mlpackage``, in canonical form.
 
     Args:
         model: fp32, on the CPU, its fine-tune merged and its streams frozen.
         package: folder to make.
         sizes: from :func:`plan_contract`.
-        metadata: what the package says about itself.
+        metadata: what the package says about itself; the contract is added.
+        on_function: called with the name of each function before it is converted.
 
     Raises:
         RuntimeError: a layer's attention did not become the fused operator.
@@ -96,31 +104,39 @@ def export_package(model: StreamModel, package: Path, sizes: CoreMLContract, met
     descriptor = ct.utils.MultiFunctionDescriptor()
     with tempfile.TemporaryDirectory(prefix=".functions-", dir=package.parent) as folder, fp16_safe(model, sizes.slots), _quiet():
         for name, module, inputs, outputs in _functions(model, sizes):
+            if on_function is not None:
+                on_function(name)
             part = Path(folder) / f"{name}.mlpackage"
             operators[name] = _convert(name, module, inputs, outputs, state_shape(model, sizes.slots), part)
             descriptor.add_function(str(part), "main", name)
         descriptor.default_function_name = sizes.functions[0].name
         ct.utils.save_multifunction(descriptor, str(package))
-    canonicalise(package, metadata)
+    keys = metadata.user_defined | {CONTRACT_KEY: json.dumps(asdict(sizes), sort_keys=True)}
+    canonicalise(package, replace(metadata, user_defined=keys))
     return PackageInfo(sizes, (package / WEIGHTS).stat().st_size, operators)
+
+
+def output_names(sizes: CoreMLContract, function: CoreMLFunction | None) -> list[str]:
+    """What a function returns, in order; None is the delayed streams' own."""
+    if function is None:
+        return [contract.STREAM_IDS, contract.STREAM_LOGPROBS] + [contract.STREAM_PAIRS] * sizes.pairs
+    names = [contract.NEXT_IDS, contract.LOGITS]
+    names += [contract.STREAM_IDS, contract.STREAM_LOGPROBS] if function.stream_rows else []
+    return names + [contract.ENTRY_STATES] * (sizes.draft is not None)
 
 
 def _functions(model: StreamModel, sizes: CoreMLContract) -> Iterator[tuple[str, RowsModule | DraftModule, dict[str, Tensor], list[str]]]:
     """Name, module, example inputs by name, names of outputs."""
-    delayed = sizes.draft is not None
     for function in sizes.functions:
-        outputs = [contract.NEXT_IDS, contract.LOGITS]
-        outputs += [contract.STREAM_IDS, contract.STREAM_LOGPROBS] if function.stream_rows else []
-        outputs += [contract.ENTRY_STATES] if delayed else []
-        yield function.name, RowsModule(model, function, sizes.slots, sizes.commit_width), _rows_inputs(function, sizes), outputs
+        module = RowsModule(model, function, sizes.slots, sizes.commit_width)
+        yield function.name, module, _rows_inputs(function, sizes), output_names(sizes, function)
     if sizes.draft is not None:
         inputs = {
             contract.ENTRY_STATE: torch.zeros(1, sizes.hidden_size),
             contract.ROOT_ID: torch.zeros(1, dtype=torch.int32),
             **_cache_inputs(sizes),
         }
-        outputs = [contract.STREAM_IDS, contract.STREAM_LOGPROBS] + [contract.STREAM_PAIRS] * sizes.pairs
-        yield sizes.draft, DraftModule(model, sizes.slots, sizes.commit_width), inputs, outputs
+        yield sizes.draft, DraftModule(model, sizes.slots, sizes.commit_width), inputs, output_names(sizes, None)
 
 
 def _rows_inputs(function: CoreMLFunction, sizes: CoreMLContract) -> dict[str, Tensor]:
@@ -180,13 +196,6 @@ def _convert(
         )
     converted.save(str(package))
     return {operator: count for operator, count in counts.most_common() if operator != "const"}
-
-
-def contract_metadata(sizes: CoreMLContract) -> str:
-    """JSON for the package's user-defined metadata."""
-    import json
-
-    return json.dumps(asdict(sizes), sort_keys=True)
 
 
 @contextlib.contextmanager

@@ -73,7 +73,9 @@ class ContractInfo:
 
     def __post_init__(self) -> None:
         if (self.profile == "coreml") != (self.coreml is not None):
-            raise UserError(f"contract: profile {self.profile} and coreml {'missing' if self.coreml is None else 'given'} do not go together")
+            raise UserError(
+                f"contract: profile {self.profile} and coreml {'missing' if self.coreml is None else 'given'} do not go together"
+            )
 
 
 @dataclass(frozen=True)
