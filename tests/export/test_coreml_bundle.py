@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ def made(base_folder: Path, adapter: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def bundle(made: tuple[Path, dict[str, Any], list[str]]) -> Iterator[Path]:
-    yield made[0]
+def bundle(made: tuple[Path, dict[str, Any], list[str]]) -> Path:
+    return made[0]
 
 
 def test_bundle_and_report(made: tuple[Path, dict[str, Any], list[str]]) -> None:
@@ -139,8 +139,6 @@ def test_commands(bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_a_tampered_package_is_refused(bundle: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(bundle, copy)
     weights = copy / PACKAGE / "Data/com.apple.CoreML/weights/weight.bin"
