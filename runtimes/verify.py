@@ -14,8 +14,6 @@ from specstream.runtimes.session import Session, prefill, tree_rows
 from specstream.runtimes.speculate import Block, speculate
 from specstream.runtimes.tree import FloatArray, StreamPolicy, TokenTree, chain, every_row, root_only
 
-NEAR_TIE = 1e-3  # the two best logits closer than this: fp32 rounding decides between them
-
 # A reference's greedy continuation: (prompt ids, tokens at most) -> the emitted ids, a stop token included.
 Reference = Callable[[Sequence[int], int], Sequence[int]]
 
@@ -33,7 +31,7 @@ class Mismatch:
         best: the two best tokens of a plain call at this place.
         logits: their logits.
         near_tie: whether the difference is one that rounding may make: the two differing tokens are the two best, closer than
-            ``NEAR_TIE``.
+            the session's ``near_tie``.
     """
 
     prompt: int
@@ -147,7 +145,7 @@ def verify(
         near_ties=near_ties,
         flip_rate=sum(m.against == "plain" for m in mismatches) / tokens,
         tokens_per_call=decoded / calls if calls else None,
-        rows_independent=max(row_differences) < NEAR_TIE and not rows_flipped,
+        rows_independent=max(row_differences) < session.near_tie and not rows_flipped,
         rows_max_abs_diff=max(row_differences),
         reference="plain" if reference is None else reference_name,
         mismatches=tuple(mismatches),
@@ -170,7 +168,7 @@ def compare_rows(session: Session, prompt: Sequence[int], continuation: Sequence
     session.rewind(0)
     prefill(session, prompt)
     # Both trees must fit; a decoy row precedes each row of the chain but the root.
-    depth = min(len(continuation), (session.capacity - session.length + 1) // 2)
+    depth = min(len(continuation), (min(session.capacity - session.length, session.max_tree_rows) + 1) // 2)
     if depth < 1:
         return 0.0, False
     alone = chain(continuation[0], continuation[1:depth])
@@ -179,7 +177,7 @@ def compare_rows(session: Session, prompt: Sequence[int], continuation: Sequence
     second = _all_logits(session, mixed)[rows]
     best, other = first.argmax(axis=1), second.argmax(axis=1)
     row = np.arange(len(best))
-    flipped = bool((first[row, best] - first[row, other] >= NEAR_TIE).any())
+    flipped = bool((first[row, best] - first[row, other] >= session.near_tie).any())
     return float(np.abs(first - second).max()), flipped
 
 
@@ -229,7 +227,7 @@ def _examine(
         other=pair[1],
         best=(first, second),
         logits=(float(scores[first]), float(scores[second])),
-        near_tie=gap < NEAR_TIE and set(pair) == {first, second},
+        near_tie=gap < session.near_tie and set(pair) == {first, second},
     )
 
 
