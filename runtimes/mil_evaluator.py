@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specstream.export.weight_blob import NUMPY
 from specstream.models.errors import UserError
 from specstream.runtimes.mil_operators import FACTORS, LISTS, OPERATORS, Operator
 from specstream.runtimes.mil_program import Function, MilPackage, Named, Operation, TensorType, open_package
-from specstream.runtimes.weight_blob import NUMPY
 
 Array = npt.NDArray[Any]
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from specstream.runtimes.weight_blob import NUMPY
+from specstream.export.weight_blob import NUMPY
 
 Array = npt.NDArray[Any]
 Operator = Callable[..., Any]

@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from specstream.export.weight_blob import BITS, NUMPY, WeightBlob, unpack
 from specstream.models.errors import UserError
-from specstream.runtimes.weight_blob import BITS, NUMPY, WeightBlob, unpack
 
 Array = npt.NDArray[Any]
 Literal = Array | str  # what a constant is once it is read; strings name modes and types

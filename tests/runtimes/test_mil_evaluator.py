@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specstream.export.weight_blob import BITS, NUMBERS, NUMPY, WeightBlob, WeightBlobWriter, unpack
 from specstream.models.errors import UserError
 from specstream.runtimes import coreml_import, mil_evaluator
 from specstream.runtimes.mil_evaluator import MilModel, MilState
 from specstream.runtimes.mil_program import open_package
-from specstream.runtimes.weight_blob import BITS, NUMBERS, NUMPY, WeightBlob, unpack
 
 from . import tiny_mil
 from .tiny_mil import ct, decoder_inputs, join_functions, mb, quiet, save_decoder, save_program
@@ -48,7 +48,7 @@ def test_a_package_shows_its_functions_and_types(decoders: Path) -> None:
         "start": "int32 [1]",
     }
     assert {name: str(kind) for name, kind in model.outputs.items()} == {
-        "logits": "fp16 [1, 4, 61]",
+        "logits": "fp16 [1, 4, 64]",
         "next_ids": "int32 [1, 4]",
         "best_ids": "int32 [1, 4, 3]",
     }
@@ -255,6 +255,27 @@ def test_elements_of_less_than_a_byte(dtype: str, tmp_path: Path) -> None:
     read = WeightBlob(tmp_path / "weight.bin").read(offset, dtype, (37,))
     assert read.dtype == NUMPY[dtype]
     assert np.array_equal(read, values)
+    with WeightBlobWriter(tmp_path / "ours.bin") as ours:
+        assert ours.write(values, dtype) == offset
+    assert (tmp_path / "ours.bin").read_bytes().rstrip(b"\0") == (tmp_path / "weight.bin").read_bytes().rstrip(b"\0")
+
+
+def test_our_weight_files_are_those_of_coremltools(tmp_path: Path) -> None:
+    """Byte for byte, of several arrays."""
+    from coremltools.libmilstoragepython import _BlobStorageReader, _BlobStorageWriter
+
+    arrays = {"fp32": np.arange(5, dtype=np.float32), "int8": np.arange(-3, 40, dtype=np.int8), "int32": np.arange(7, dtype=np.int32)}
+    writers = {"fp32": "write_float_data", "int8": "write_int8_data", "int32": "write_int32_data"}
+    theirs = _BlobStorageWriter(str(tmp_path / "theirs.bin"))
+    expected = [getattr(theirs, writers[dtype])(array) for dtype, array in arrays.items()]
+    del theirs
+    with WeightBlobWriter(tmp_path / "ours.bin") as ours:
+        offsets = [ours.write(array, dtype) for dtype, array in arrays.items()]
+    assert offsets == expected
+    assert (tmp_path / "ours.bin").read_bytes().rstrip(b"\0") == (tmp_path / "theirs.bin").read_bytes().rstrip(b"\0")
+    assert np.array_equal(_BlobStorageReader(str(tmp_path / "ours.bin")).read_int8_data(offsets[1]), arrays["int8"])
+    with pytest.raises(ValueError, match="float64 given for fp32"), WeightBlobWriter(tmp_path / "wrong.bin") as wrong:
+        wrong.write(np.zeros(3), "fp32")
 
 
 # --- compressed weights ----------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ ct = import_coremltools()
 mb = ct.converters.mil.Builder
 TYPES = {np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32", np.dtype(np.int32): "int32"}
 
-VOCAB, WIDTH, HEADS, LAYERS, CAPACITY = 61, 16, 2, 2, 24
+VOCAB, WIDTH, HEADS, LAYERS, CAPACITY = 64, 16, 2, 2, 24
 
 
 @contextlib.contextmanager
