@@ -6,6 +6,7 @@ is an output channel; of a vocabulary's table a row is a token.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +21,7 @@ HalfArray = npt.NDArray[np.float16]
 # Factors of a block's range that are tried for its scale. Below 1 the largest values are cut off, and the others get finer steps.
 SHRINKS: Final = np.linspace(0.7, 1.0, 13, dtype=np.float32)
 
-LLOYD_STEPS: Final = 40  # at most; most tables stand still before
+LLOYD_STEPS: Final = 60  # at most; most tables stand still before
 CHUNK: Final = 1 << 22  # values that are worked on at a time
 
 
@@ -133,7 +134,7 @@ def from_integers(integers: npt.NDArray[np.int8], scales: HalfArray) -> HalfArra
 
 
 def to_palette(matrix: FloatArray, form: Palette) -> tuple[npt.NDArray[np.uint8], HalfArray]:
-    """Tables that err little in squares, by Lloyd's method on sorted values (k-means in one dimension), always the same.
+    """Tables that err little in squares, by k-means in one dimension: on sorted values, and the same each time.
 
     Args:
         matrix: [outputs, inputs].
@@ -157,20 +158,44 @@ def _lloyd(values: FloatArray, count: int) -> npt.NDArray[np.float64]:
     """``count`` values in ascending order, each the mean of those nearest to it."""
     ordered = np.sort(values).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
-    # Between equal shares of the values and equal steps of their range: the best table of a bell lies there.
-    shares = ordered[((np.arange(count) + 0.5) * len(ordered) / count).astype(np.int64)]
-    table = (shares + np.linspace(ordered[0], ordered[-1], count)) / 2
-    borders = np.empty(0, dtype=np.int64)
+    edges = _split(sums, count)
     for _ in range(LLOYD_STEPS):
-        inner = np.searchsorted(ordered, (table[1:] + table[:-1]) / 2)
-        if np.array_equal(inner, borders):
+        table = np.diff(sums[edges]) / np.diff(edges)
+        moved = np.concatenate([[0], np.searchsorted(ordered, (table[1:] + table[:-1]) / 2), [len(ordered)]])
+        if np.array_equal(moved, edges) or (np.diff(moved) == 0).any():
             break
-        borders = inner
-        edges = np.concatenate([[0], borders, [len(ordered)]])
-        sizes = np.diff(edges)
-        means = np.diff(sums[edges]) / np.maximum(sizes, 1)
-        table = np.where(sizes > 0, means, table)
-    return table
+        edges = moved
+    table = np.diff(sums[edges]) / np.diff(edges)
+    return np.pad(table, (0, count - len(table)), mode="edge")
+
+
+def _split(sums: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """Edges of up to ``count`` parts of sorted values: the part whose halving saves most is halved, again and again.
+
+    Halving values of sum s into n' of sum s' and n'' of sum s'' saves s'²/n' + s''²/n'' - s²/n in squares. Starting from quantiles
+    instead, Lloyd's method stays where it errs two to three times as much when a distribution has long tails, as weights have.
+
+    Args:
+        sums: [values + 1], of all values before each.
+    """
+
+    def best_cut(first: int, last: int) -> tuple[float, int, int, int]:
+        """(minus what it saves, first, last, where to cut)."""
+        size = last - first
+        if size < 2:
+            return 0.0, first, last, first
+        left = np.arange(1, size)
+        part, whole = sums[first + 1 : last] - sums[first], sums[last] - sums[first]
+        saved = part**2 / left + (whole - part) ** 2 / (size - left)
+        at = int(np.argmax(saved))
+        return float(whole**2 / size - saved[at]), first, last, first + 1 + at
+
+    parts = [best_cut(0, len(sums) - 1)]
+    while len(parts) < count and parts[0][0] < 0:
+        _, first, last, cut = heapq.heappop(parts)
+        heapq.heappush(parts, best_cut(first, cut))
+        heapq.heappush(parts, best_cut(cut, last))
+    return np.array([*sorted(first for _, first, _, _ in parts), len(sums) - 1], dtype=np.int64)
 
 
 def from_palette(indices: npt.NDArray[np.uint8], tables: HalfArray) -> HalfArray:

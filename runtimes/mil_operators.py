@@ -399,12 +399,25 @@ def slice_update(
     squeeze_mask: Array | None = None,
 ) -> Array:
     """A copy of x with ``update`` in the place that :func:`_slices` says."""
+    return slice_update_in_place(x.copy(), update, begin, end, stride, begin_mask, end_mask, squeeze_mask)
+
+
+def slice_update_in_place(
+    x: Array,
+    update: Array,
+    begin: Array,
+    end: Array,
+    stride: Array | None = None,
+    begin_mask: Array | None = None,
+    end_mask: Array | None = None,
+    squeeze_mask: Array | None = None,
+) -> Array:
+    """:func:`slice_update` for an x that nobody needs any more: it is written to and returned."""
     place = _slices(x, begin, end, stride, begin_mask, end_mask, squeeze_mask)
     if x[place].shape != update.shape:
         raise ValueError(f"an update of shape {list(update.shape)} for a slice of shape {list(x[place].shape)}")
-    result = x.copy()
-    result[place] = update
-    return result
+    x[place] = update
+    return x
 
 
 def slice_by_size(x: Array, begin: Array, size: Array) -> Array:
@@ -620,3 +633,8 @@ LISTS: Final = frozenset({("concat", "values"), ("stack", "values"), ("einsum", 
 
 # Parameters that are factors of a product: where a float16 weight stands, it is kept as float32.
 FACTORS: Final = frozenset({("linear", "weight"), ("conv", "weight"), ("matmul", "x"), ("matmul", "y")})
+
+# Operators whose result may be the memory of what they are given. All others make new arrays.
+VIEWS: Final = frozenset(
+    {"einsum", "expand_dims", "identity", "reshape", "reverse", "slice_by_index", "slice_by_size", "split", "squeeze", "transpose"}
+)

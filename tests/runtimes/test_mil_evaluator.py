@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from specstream.export.weight_blob import BITS, NUMBERS, NUMPY, WeightBlob, Weig
 from specstream.models.errors import UserError
 from specstream.runtimes import coreml_import, mil_evaluator
 from specstream.runtimes.mil_evaluator import MilModel, MilState
+from specstream.runtimes.mil_operators import slice_update_in_place
 from specstream.runtimes.mil_program import open_package
 
 from . import tiny_mil
@@ -159,27 +161,73 @@ def test_an_output_may_be_a_constant_or_an_input(tmp_path: Path) -> None:
     assert x[0] == 1
 
 
+def save_with_state(path: Path, body: Callable[..., Any], size: int = 4) -> Path:
+    """A package of a program that takes x [size] and a state ``kept`` [size], float16."""
+    half = ct.converters.mil.mil.types.fp16
+    specs = [mb.TensorSpec((size,), dtype=half), mb.StateTensorSpec((size,), half)]
+    with quiet():
+        program = mb.program(input_specs=specs, opset_version=ct.target.iOS18)(body)
+        options = {"minimum_deployment_target": ct.target.iOS18, "pass_pipeline": ct.PassPipeline.EMPTY, "skip_model_load": True}
+        ct.convert(program, convert_to="mlprogram", **options).save(str(path))
+    return path
+
+
 def test_a_written_input_is_copied_into_the_state(tmp_path: Path) -> None:
-    @mb.program(
-        input_specs=[
-            mb.TensorSpec((3,), dtype=ct.converters.mil.mil.types.fp16),
-            mb.StateTensorSpec((3,), ct.converters.mil.mil.types.fp16),
-        ],
-        opset_version=ct.target.iOS18,
-    )
-    def program(x: Any, kept: Any) -> Any:
-        old = mb.read_state(input=kept, name="old")
+    def body(x: Any, kept: Any) -> Any:
+        old = mb.read_state(input=kept)
         mb.coreml_update_state(state=kept, value=x)
         return mb.identity(x=old, name="result")
 
-    with quiet():
-        ct.convert(program, minimum_deployment_target=ct.target.iOS18, skip_model_load=True).save(str(tmp_path / "p.mlpackage"))
-    model = MilModel(tmp_path / "p.mlpackage")
+    model = MilModel(save_with_state(tmp_path / "p.mlpackage", body))
     state = model.make_state()
-    x = np.array([1, 2, 3], dtype=np.float16)
+    x = np.array([1, 2, 3, 4], dtype=np.float16)
     assert not model.predict({"x": x}, state)["result"].any()
     x[:] = 9
-    assert model.predict({"x": x}, state)["result"].tolist() == [1, 2, 3]
+    assert model.predict({"x": x}, state)["result"].tolist() == [1, 2, 3, 4]
+
+
+def in_place(model: MilModel) -> int:
+    return sum(step.function is slice_update_in_place for step in model._steps)
+
+
+def put(x: Any, update: Any, at: int) -> Any:
+    return mb.slice_update(x=x, update=update, begin=[at], end=[at + 1])
+
+
+def test_updates_after_the_first_write_in_place(decoders: Path) -> None:
+    """Of each state the first layer's update copies what the caller has; those of later layers need not."""
+    assert in_place(MilModel(decoders)) == 2 * (tiny_mil.LAYERS - 1)
+
+
+@pytest.mark.parametrize("needed", ["nothing", "the value before", "a view of it", "the state before", "the update"])
+def test_an_update_in_place_is_never_seen(needed: str, tmp_path: Path) -> None:
+    """A second update of one state: what it would overwrite may still be wanted."""
+
+    def body(x: Any, kept: Any) -> Any:
+        one = mb.slice_by_size(x=x, begin=[1], size=[1])
+        first = put(mb.read_state(input=kept), one, 0)
+        mb.coreml_update_state(state=kept, value=first)
+        value = mb.read_state(input=kept)
+        view = mb.slice_by_size(x=value, begin=[0], size=[2])
+        update = mb.slice_by_size(x=value, begin=[0], size=[1]) if needed == "the update" else mb.slice_by_size(x=x, begin=[2], size=[1])
+        second = put(value, update, 1)
+        if needed != "the state before":
+            mb.coreml_update_state(state=kept, value=second)
+        wanted = {"the value before": value, "a view of it": view}.get(needed, x)
+        return mb.mul(x=second, y=np.float16(1), name="result"), mb.mul(x=wanted, y=np.float16(1), name="wanted")
+
+    model = MilModel(save_with_state(tmp_path / "p.mlpackage", body))
+    assert in_place(model) == (needed == "nothing")
+    state = model.make_state()
+    state.arrays["kept"][:] = [5, 6, 7, 8]
+    before = state.arrays["kept"]
+    x = np.array([1, 2, 3, 4], dtype=np.float16)
+    found = model.predict({"x": x}, state)
+    second = [2, 2 if needed == "the update" else 3, 7, 8]
+    assert found["result"].tolist() == second
+    assert state.arrays["kept"].tolist() == ([2, 6, 7, 8] if needed == "the state before" else second)
+    assert found["wanted"].tolist() == {"the value before": [2, 6, 7, 8], "a view of it": [2, 6]}.get(needed, x.tolist())
+    assert before.tolist() == [5, 6, 7, 8]
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specstream.runtimes.coreml_import import import_coremltools
-from specstream.runtimes.mil_operators import LISTS, OPERATORS
+from specstream.runtimes.mil_operators import LISTS, OPERATORS, VIEWS
 
 ct = import_coremltools()
 mb = ct.converters.mil.Builder
@@ -253,6 +253,17 @@ def test_agrees_with_a_formula(case: tuple[str, dict[str, Any], np.ndarray]) -> 
 
 def test_every_operator_has_a_case() -> None:
     assert {case[0] for case in CASES} | {case[0] for case in FORMULAS} == set(OPERATORS)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] not in VIEWS], ids=title)
+def test_results_are_new_arrays_except_of_views(case: tuple[str, dict[str, Any]]) -> None:
+    """The evaluator overwrites arrays by what it knows of this."""
+    name, parameters = case
+    given = {key: value if isinstance(value, str | list) else np.asarray(value) for key, value in parameters.items()}
+    result = OPERATORS[name](**given)
+    arrays = [array for value in given.values() for array in (value if isinstance(value, list) else [value])]
+    for array in (array for array in arrays if isinstance(array, np.ndarray)):
+        assert not any(np.may_share_memory(array, part) for part in (result if isinstance(result, tuple) else (result,)))
 
 
 def test_every_parameter_is_one_of_the_definition() -> None:
