@@ -52,6 +52,7 @@ def unpack(data: npt.NDArray[np.uint8], dtype: str, count: int) -> Array:
         [count] uint8, or int8 for a signed type.
     """
     bits = BITS[dtype]
+    values: Array
     if bits == 4:
         values = np.stack([data & 15, data >> 4], axis=-1).reshape(-1)[:count]
     else:
@@ -59,11 +60,12 @@ def unpack(data: npt.NDArray[np.uint8], dtype: str, count: int) -> Array:
         values = np.packbits(table, axis=-1, bitorder="little").reshape(count)
     if dtype.startswith("int"):
         sign = 1 << (bits - 1)
-        return (values ^ sign).astype(np.int8) - np.int8(sign)
+        signed: Array = (values ^ sign).astype(np.int8) - np.int8(sign)
+        return signed
     return values
 
 
-def pack(values: Array, dtype: str) -> npt.NDArray[np.uint8]:
+def pack(values: Array, dtype: str) -> Array:
     """The reverse of :func:`unpack`; unused bits at the end are zero."""
     bits = BITS[dtype]
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -87,7 +89,7 @@ class WeightBlob:
         if not path.is_file():
             raise UserError(f"{path}: the package's weights are missing; copy the whole package again")
         self._bytes: npt.NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
-        if len(self._bytes) < RECORD_BYTES or HEADER.unpack_from(self._bytes)[1] != VERSION:
+        if len(self._bytes) < RECORD_BYTES or HEADER.unpack_from(self._bytes.data)[1] != VERSION:
             raise UserError(f"{path}: is not a Core ML weight file of version {VERSION}, or is cut short; copy the whole package again")
 
     def read(self, offset: int, dtype: str, shape: tuple[int, ...]) -> Array:
@@ -99,7 +101,7 @@ class WeightBlob:
         where = f"{self.path}: the weight at {offset}"
         if offset + RECORD_BYTES > len(self._bytes):
             raise UserError(f"{where} lies behind the end of the file ({len(self._bytes)} bytes); copy the whole package again")
-        marker, number, size, start, _ = RECORD.unpack_from(self._bytes, offset)
+        marker, number, size, start, _ = RECORD.unpack_from(self._bytes.data, offset)
         if marker != MARKER:
             raise UserError(f"{where} is damaged: no record is there; copy the whole package again")
         if NUMBERS.get(dtype) != number:
