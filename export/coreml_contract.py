@@ -26,6 +26,8 @@ Delayed streams have a function of their own: ``entry_state`` float16 [1, H], ``
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,9 +39,10 @@ KEY_CACHE: Final = "keyCache"  # states, float16 [layers, kv_heads, C, head_dim]
 VALUE_CACHE: Final = "valueCache"
 DRAFT: Final = "draft"  # the function of delayed streams
 
-PREFILL_ROWS: Final = 64
-TREE_ROWS: Final = (8, 16)
+FUNCTIONS: Final = ("decode_1", "tree_8", "tree_16", "prefill_64")
+MOST_ROWS: Final = 512  # of a function
 FUSED_STREAM_ROWS: Final = 1  # of the functions that carry streams (fused placement)
+_NAME: Final = re.compile(r"(decode|tree|prefill)_([1-9][0-9]*)")
 _SLOT_MULTIPLE: Final = 32  # the Neural Engine wants the dimensions of a state so
 
 
@@ -82,30 +85,33 @@ class CoreMLContract:
     pairs: bool
 
 
-def plan_functions(tree_rows: tuple[int, ...], fused_streams: bool) -> tuple[CoreMLFunction, ...]:
-    """The functions of a package: one token, trees, prompts; each with streams too where they are fused.
+def plan_functions(names: Iterable[str], fused_streams: bool) -> tuple[CoreMLFunction, ...]:
+    """The functions of a package, by name: ``decode_1``, ``tree_N`` (scores every row), ``prefill_N`` (scores one).
+
+    Where streams are fused each has a twin that carries them. Only trees and ``decode_1`` can decode, so one of them must be there.
 
     Raises:
-        UserError: rows of a tree that make no sense.
+        UserError: names that make no sense.
     """
-    if not tree_rows or any(not 2 <= rows < PREFILL_ROWS for rows in tree_rows) or len(set(tree_rows)) < len(tree_rows):
-        raise UserError(
-            f"tree rows: {', '.join(map(str, tree_rows)) or 'none'} given; different numbers from 2 to {PREFILL_ROWS - 1} expected"
-        )
-    shapes = [
-        ("decode_1", 1, 1),
-        *((f"tree_{rows}", rows, rows) for rows in sorted(tree_rows)),
-        (f"prefill_{PREFILL_ROWS}", PREFILL_ROWS, 1),
-    ]
+    names = list(names)
+    shapes = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        kind, rows = (match[1], int(match[2])) if match is not None else ("", 0)
+        if (kind == "decode") != (rows == 1) or not 1 <= rows <= MOST_ROWS:
+            raise UserError(f"functions: {name!r} given; decode_1, tree_N and prefill_N expected, N from 2 to {MOST_ROWS}")
+        shapes.append((rows, 1 if kind == "prefill" else rows, name))
+    if len(set(names)) < len(names) or all(scored < rows for rows, scored, _ in shapes):
+        raise UserError(f"functions: {', '.join(names) or 'none'} given; each once, and decode_1 or a tree among them, expected")
     made = []
-    for name, rows, scored in shapes:
+    for rows, scored, name in sorted(shapes):
         made.append(CoreMLFunction(name, rows, scored, 0))
         if fused_streams:
             made.append(CoreMLFunction(f"{name}_streams", rows, scored, FUSED_STREAM_ROWS))
     return tuple(made)
 
 
-def count_slots(capacity: int, num_streams: int) -> int:
+def count_slots(capacity: int, most_rows: int, num_streams: int) -> int:
     """Slots for a capacity: a function writes all its rows, so padding needs room behind the last row that counts."""
-    needed = capacity + PREFILL_ROWS + FUSED_STREAM_ROWS * num_streams
+    needed = capacity + most_rows + FUSED_STREAM_ROWS * num_streams
     return -(-needed // _SLOT_MULTIPLE) * _SLOT_MULTIPLE

@@ -13,7 +13,7 @@ import logging
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from specstream.export.coreml_contract import (
     COMMIT_ROWS,
     COMMIT_START,
     DRAFT,
+    FUNCTIONS,
     KEY_CACHE,
     VALUE_CACHE,
     CoreMLContract,
@@ -56,21 +57,22 @@ class PackageInfo:
     operators: dict[str, dict[str, int]]
 
 
-def plan_contract(model: StreamModel, capacity: int, tree_rows: tuple[int, ...]) -> CoreMLContract:
+def plan_contract(model: StreamModel, capacity: int, names: Iterable[str] = FUNCTIONS) -> CoreMLContract:
     """Functions and sizes of the package of a model.
 
     Raises:
-        UserError: rows of a tree that make no sense.
+        UserError: names that make no sense.
     """
     config, text = model.config, model.base.config
     delayed = config is not None and config.placement == "delayed"
     gamma = config.num_streams if config is not None else 0
+    functions = plan_functions(names, fused_streams=config is not None and not delayed)
     return CoreMLContract(
-        functions=plan_functions(tree_rows, fused_streams=config is not None and not delayed),
+        functions=functions,
         draft=DRAFT if delayed else None,
         capacity=capacity,
-        slots=count_slots(capacity, gamma),
-        commit_width=max(tree_rows),
+        slots=count_slots(capacity, max(function.rows for function in functions), gamma),
+        commit_width=max(function.rows for function in functions if function.scored == function.rows),
         vocab_size=int(text.vocab_size),
         hidden_size=int(text.hidden_size),
         num_streams=gamma,

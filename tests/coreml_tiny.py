@@ -21,6 +21,7 @@ from specstream.runtimes.coreml_import import import_coremltools
 from .export.tiny import tiny_model
 
 CAPACITY = 96
+SMALL = ("decode_1", "tree_8", "prefill_64")
 METADATA = PackageMetadata("a tiny model", "tests", "none", "1", {"key": "value"})
 
 
@@ -41,7 +42,7 @@ def write_package(architecture: str, streams: str, path: Path) -> TinyPackage:
     """``streams``: delayed, fused or none. One size of tree: conversions take seconds each."""
     import_coremltools()
     model = streams_model(architecture, streams)
-    return TinyPackage(model, path, export_package(model, path, plan_contract(model, CAPACITY, (8,)), METADATA))
+    return TinyPackage(model, path, export_package(model, path, plan_contract(model, CAPACITY, SMALL), METADATA))
 
 
 @functools.cache

@@ -64,7 +64,9 @@ def test_a_rounded_bundle_still_drafts_well(scheme: str, exported: tuple[Path, d
 def test_core_ml_says_what_onnx_says(exported: tuple[Path, dict[str, Any]], smollm2_path: Path, tmp_path: Path) -> None:
     """The package in 16 bits, computed from the saved file; where a text differs, 16 bits cannot tell the two tokens apart."""
     out = tmp_path / "coreml"
-    report = export_bundle(str(smollm2_path), out, resolve_adapter("smollm2-135m-sql"), format="coreml", capacity=320, tree_rows=(16,))
+    report = export_bundle(
+        str(smollm2_path), out, resolve_adapter("smollm2-135m-sql"), format="coreml", capacity=320, functions=("tree_16",)
+    )
     assert report["parity"]["top1_agreement"] == 1.0
     assert report["weight_bytes"] < 2.2 * 134_515_008  # every weight once, and the streams' own
     assert report["operators"]["tree_16"]["scaled_dot_product_attention"] == 30

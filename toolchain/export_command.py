@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     help="ONNX graphs, or a Core ML package in 16 bits (iOS 18, macOS 15).",
 )
 @click.option("--capacity", type=click.IntRange(min=1), metavar="ROWS", help="Core ML: tokens that its cache can hold.  [default: 1024]")
-@click.option("--tree-rows", metavar="ROWS", help="Core ML: rows of its functions for trees, with commas between.  [default: 8,16]")
+@click.option(
+    "--functions", metavar="NAMES", help="Core ML: functions, with commas between.  [default: decode_1,tree_8,tree_16,prefill_64]"
+)
 @click.option("--force", is_flag=True, help="Replace OUT if it is a bundle already.")
 @json_option
 def export(
@@ -43,7 +45,7 @@ def export(
     profile: Profile | None,
     format_: Format,
     capacity: int | None,
-    tree_rows: str | None,
+    functions: str | None,
     force: bool,
     json_file: Path | None,
 ) -> None:
@@ -57,7 +59,7 @@ def export(
       specstream export smollm2-135m sql-bundle --adapter smollm2-135m-sql
       specstream export smollm2-135m sql-coreml --adapter smollm2-135m-sql --format coreml
     """
-    options = _format_options(format_, profile, capacity, tree_rows)
+    options = _format_options(format_, profile, capacity, functions)
     from specstream.toolchain.extras import require
     from specstream.toolchain.terminal import step_status
     from specstream.toolchain.zoo import resolve_adapter
@@ -79,20 +81,19 @@ def export(
     write_report(json_file, "export", report)
 
 
-def _format_options(format_: str, profile: str | None, capacity: int | None, tree_rows: str | None) -> dict[str, Any]:
+def _format_options(format_: str, profile: str | None, capacity: int | None, functions: str | None) -> dict[str, Any]:
     """Options that belong to one format, those that were given.
 
     Raises:
-        UserError: one of the other format, or rows that are no numbers.
+        UserError: one of the other format.
     """
-    given: dict[str, Any] = {"profile": profile, "capacity": capacity, "tree_rows": tree_rows}
-    foreign = ("profile",) if format_ == "coreml" else ("capacity", "tree_rows")
+    given: dict[str, Any] = {
+        "profile": profile,
+        "capacity": capacity,
+        "functions": None if functions is None else tuple(functions.split(",")),
+    }
+    foreign = ("profile",) if format_ == "coreml" else ("capacity", "functions")
     for name in foreign:
         if given[name] is not None:
-            raise UserError(f"--{name.replace('_', '-')} means nothing with --format {format_}; leave it out")
-    if tree_rows is not None:
-        try:
-            given["tree_rows"] = tuple(int(part) for part in tree_rows.split(","))
-        except ValueError:
-            raise UserError(f"--tree-rows: {tree_rows!r} given, numbers with commas between expected (8,16)") from None
+            raise UserError(f"--{name} means nothing with --format {format_}; leave it out")
     return {name: value for name, value in given.items() if value is not None}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specstream.export import contract
-from specstream.export.coreml_contract import TREE_ROWS, plan_functions
+from specstream.export.coreml_contract import FUNCTIONS, plan_functions
 from specstream.models.errors import CheckFailed, UserError
 from specstream.models.fetch import HUB_IDS
 from specstream.runtimes.bundle import BundleWriter, sha256
@@ -87,7 +87,7 @@ def export_bundle(
     progress: Callable[[str], None] | None = None,
     format: Format = "onnx",
     capacity: int = COREML_CAPACITY,
-    tree_rows: tuple[int, ...] = TREE_ROWS,
+    functions: tuple[str, ...] = FUNCTIONS,
 ) -> dict[str, Any]:
     """Export a model, with streams when an adapter is given, and compare the graph with PyTorch in a process of its own.
 
@@ -100,7 +100,7 @@ def export_bundle(
         progress: called with the name of each step.
         format: of the model in the bundle.
         capacity: rows of text that a Core ML package can hold.
-        tree_rows: rows of its functions for trees.
+        functions: of that package, see :func:`specstream.export.coreml_contract.plan_functions`; ``draft`` comes with delayed streams.
 
     Returns:
         The report: ``seconds``, ``peak_rss_bytes`` (of this process), ``weight_bytes``, ``bundle_bytes``, ``parity``, ``model``,
@@ -126,7 +126,7 @@ def export_bundle(
 
         sizes = read_sizes(config)
         if format == "coreml":
-            _check_coreml(capacity, tree_rows, sizes)
+            _check_coreml(capacity, functions, sizes)
         fused = load_adapter(adapter) if adapter is not None else None
         if fused is not None:
             assert adapter is not None
@@ -141,7 +141,7 @@ def export_bundle(
             check_base(fused, like, adapter)
         delayed = fused is not None and fused.config.placement == "delayed"
         if format == "coreml":  # each function is a package of 16 bits before they are joined
-            times = 2 * (1 + len(plan_functions(tree_rows, fused is not None and not delayed)) + delayed)
+            times = 2 * (1 + len(plan_functions(functions, fused is not None and not delayed)) + delayed)
         else:
             times = 4 * (1 + (fused.config.stream_layers / sizes.num_layers if fused is not None and delayed else 0.0))
         writer.reserve(round(times * _count_parameters(config)) + SPARE_BYTES)
@@ -164,7 +164,7 @@ def export_bundle(
         tokenizer_info = TokenizerInfo(tuple(tokenizer.stop_ids), tokenizer.bos_id, tokenizer.chat_template is not None)
         if format == "coreml":
             about = _coreml_metadata(source, model_info, _stream_info(fused, adapter, None), tokenizer_info)
-            written = _write_coreml(writer, stream_models, prompt, capacity, tree_rows, about, say)
+            written = _write_coreml(writer, stream_models, prompt, capacity, functions, about, say)
         else:
             written = _write_onnx(writer, stream_models, prompt, profile, say)
 
@@ -230,18 +230,18 @@ def _write_onnx(
     return _Written(GRAPH_FILE, STREAMS_FILE if delayed else None, made, "fp32", weight_bytes, parity, figures)
 
 
-def _check_coreml(capacity: int, tree_rows: tuple[int, ...], sizes: ModelSizes) -> None:
+def _check_coreml(capacity: int, functions: tuple[str, ...], sizes: ModelSizes) -> None:
     """Refuse what can be refused before weights load.
 
     Raises:
-        UserError: rows or a capacity that make no sense; coremltools is missing.
+        UserError: functions or a capacity that make no sense; coremltools is missing.
     """
     from specstream.runtimes.coreml_import import import_coremltools
 
-    plan_functions(tree_rows, fused_streams=False)
-    least, most = max(tree_rows), sizes.context_length
-    if not least <= capacity <= most:
-        raise UserError(f"capacity: {capacity} given, {least} (rows of the largest tree) to {most} (the model's context) expected")
+    most_rows = max(function.rows for function in plan_functions(functions, fused_streams=False))
+    most = sizes.context_length
+    if not most_rows <= capacity <= most:
+        raise UserError(f"capacity: {capacity} given, {most_rows} (rows of the largest function) to {most} (the model's context) expected")
     import_coremltools()
 
 
@@ -250,7 +250,7 @@ def _write_coreml(
     models: list[StreamModel],
     prompt: list[int],
     capacity: int,
-    tree_rows: tuple[int, ...],
+    functions: tuple[str, ...],
     about: PackageMetadata,
     say: Callable[[str], None],
 ) -> _Written:
@@ -260,7 +260,7 @@ def _write_coreml(
     from specstream.export.parity import write_reference
 
     model = models.pop()
-    sizes = plan_contract(model, capacity, tree_rows)
+    sizes = plan_contract(model, capacity, functions)
     say("running PyTorch for comparison")
     write_reference(model, prompt[: capacity // 2], writer.path(REFERENCE), FUSED_STREAM_ROWS)
     info = export_package(model, writer.path(PACKAGE), sizes, about, lambda name: say(f"converting {name}"))

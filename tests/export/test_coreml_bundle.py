@@ -28,6 +28,7 @@ from specstream.runtimes.ngrams import NGRAM_FILE, build_ngrams
 from specstream.toolchain.cli import run
 from specstream.toolchain.export_pipeline import PACKAGE, export_bundle
 
+from ..coreml_tiny import SMALL
 from .test_export_pipeline import base_folder  # noqa: F401 - a fixture
 from .tiny import VOCAB, tiny_base
 
@@ -56,7 +57,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(base_folder: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:  # noqa: F811
     steps: list[str] = []
     out = tmp_path_factory.mktemp("out") / "bundle"
-    report = export_bundle(str(base_folder), out, adapter, progress=steps.append, format="coreml", capacity=120, tree_rows=(8,))
+    report = export_bundle(str(base_folder), out, adapter, progress=steps.append, format="coreml", capacity=120, functions=SMALL)
     return out, report, steps
 
 
@@ -156,7 +157,7 @@ def test_a_package_that_computes_something_else_is_not_written(
 ) -> None:
     monkeypatch.setattr(coreml_module.StateCache, "commit", lambda self, start, rows, width: None)  # the converted package moves nothing
     with pytest.raises(CheckFailed, match=r"does not compute what PyTorch computes \(cases: .*tree_all_streams"):
-        export_bundle(str(base_folder), tmp_path / "bundle", format="coreml", capacity=96, tree_rows=(8,))
+        export_bundle(str(base_folder), tmp_path / "bundle", format="coreml", capacity=96, functions=("tree_8",))
     assert not list(tmp_path.iterdir())
 
 
@@ -166,9 +167,9 @@ def test_a_package_that_computes_something_else_is_not_written(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity": 4}, r"capacity: 4 given, 16 \(rows of the largest tree\) to 512"),
+        ({"capacity": 63}, r"capacity: 63 given, 64 \(rows of the largest function\) to 512"),
         ({"capacity": 513}, r"capacity: 513 given, .* to 512 \(the model's context\)"),
-        ({"tree_rows": (1,)}, "tree rows: 1 given"),
+        ({"functions": ("tree_1",)}, "functions: 'tree_1' given"),
     ],
 )
 def test_sizes_that_make_no_sense(
@@ -189,8 +190,7 @@ def test_sizes_that_make_no_sense(
     [
         (["--format", "coreml", "--profile", "ort"], "--profile means nothing with --format coreml"),
         (["--capacity", "96"], "--capacity means nothing with --format onnx"),
-        (["--tree-rows", "8"], "--tree-rows means nothing with --format onnx"),
-        (["--format", "coreml", "--tree-rows", "8;16"], "--tree-rows: '8;16' given, numbers with commas between expected"),
+        (["--functions", "tree_8"], "--functions means nothing with --format onnx"),
     ],
 )
 def test_options_of_the_other_format(options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

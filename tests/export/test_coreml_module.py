@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from specstream.export import contract
-from specstream.export.coreml_contract import COMMIT_ROWS, COMMIT_START, PREFILL_ROWS, count_slots, plan_functions
+from specstream.export.coreml_contract import COMMIT_ROWS, COMMIT_START, FUNCTIONS, count_slots, plan_functions
 from specstream.export.coreml_module import SafeRmsNorm, TableRotary, fp16_safe
 from specstream.export.coreml_trace import plan_contract
 from specstream.models.attention import DenseCache
 from specstream.models.errors import UserError
 
-from ..coreml_tiny import CAPACITY, TorchFunction, streams_model
+from ..coreml_tiny import CAPACITY, SMALL, TorchFunction, streams_model
 from .tiny import ARCHITECTURES, VOCAB, WINDOW, tiny_base
 
 PARENTS = [-1, 0, 1, 0, 3]
@@ -35,7 +35,7 @@ class Driver:
 
     def __init__(self, architecture: str, streams: str, name: str) -> None:
         self.model = streams_model(architecture, streams)
-        self.sizes = plan_contract(self.model, CAPACITY, (8,))
+        self.sizes = plan_contract(self.model, CAPACITY, SMALL)
         self.function = TorchFunction(self.model, self.sizes, name)
         self.spec = next(f for f in self.sizes.functions if f.name == name)
         self.state = self.function.make_state()
@@ -212,25 +212,41 @@ def test_unknown_norms_are_refused() -> None:
 
 
 def test_functions_of_a_package() -> None:
-    names = [function.name for function in plan_functions((16, 8), fused_streams=False)]
-    assert names == ["decode_1", "tree_8", "tree_16", "prefill_64"]
-    fused = plan_functions((8,), fused_streams=True)
-    assert [(function.name, function.stream_rows) for function in fused[:4]] == [
-        ("decode_1", 0),
-        ("decode_1_streams", 1),
-        ("tree_8", 0),
-        ("tree_8_streams", 1),
+    assert [(f.name, f.rows, f.scored) for f in plan_functions(reversed(FUNCTIONS), fused_streams=False)] == [
+        ("decode_1", 1, 1),
+        ("tree_8", 8, 8),
+        ("tree_16", 16, 16),
+        ("prefill_64", 64, 1),
     ]
+    fused = plan_functions(["tree_4", "prefill_32"], fused_streams=True)
+    assert [(f.name, f.stream_rows) for f in fused] == [("tree_4", 0), ("tree_4_streams", 1), ("prefill_32", 0), ("prefill_32_streams", 1)]
 
 
-@pytest.mark.parametrize(("capacity", "gamma"), [(1, 0), (96, 3), (1024, 8), (1000, 0)])
-def test_slots_leave_room_for_padding(capacity: int, gamma: int) -> None:
-    slots = count_slots(capacity, gamma)
-    assert slots >= capacity - 1 + PREFILL_ROWS + gamma
+def test_one_function_is_enough() -> None:
+    sizes = plan_contract(streams_model("Llama", "none"), 100, ["tree_16"])
+    assert (len(sizes.functions), sizes.commit_width, sizes.slots) == (1, 16, 128)
+
+
+@pytest.mark.parametrize(("capacity", "rows", "gamma"), [(1, 64, 0), (96, 64, 3), (1024, 16, 8), (1000, 1, 0)])
+def test_slots_leave_room_for_padding(capacity: int, rows: int, gamma: int) -> None:
+    slots = count_slots(capacity, rows, gamma)
+    assert slots >= capacity - 1 + rows + gamma
     assert slots % 32 == 0
 
 
-@pytest.mark.parametrize("rows", [(), (1,), (64,), (8, 8)])
-def test_tree_rows_that_make_no_sense(rows: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match="tree rows"):
-        plan_functions(rows, fused_streams=False)
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "none given; each once, and decode_1 or a tree among them"),
+        (["prefill_64"], "prefill_64 given; each once, and decode_1 or a tree among them"),
+        (["tree_8", "tree_8"], "tree_8, tree_8 given; each once"),
+        (["tree_1"], "'tree_1' given; decode_1, tree_N and prefill_N expected, N from 2 to 512"),
+        (["decode_2"], "'decode_2' given"),
+        (["tree_8", "draft"], "'draft' given"),
+        (["tree_513"], "'tree_513' given"),
+        (["tree_8 "], "'tree_8 ' given"),
+    ],
+)
+def test_functions_that_make_no_sense(names: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=f"functions: {message}"):
+        plan_functions(names, fused_streams=False)

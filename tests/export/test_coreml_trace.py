@@ -19,7 +19,7 @@ from specstream.export.coreml_package import CONTRACT_KEY, MANIFEST, MODEL, WEIG
 from specstream.export.coreml_trace import export_package, plan_contract
 from specstream.runtimes.mil_evaluator import MilModel
 
-from ..coreml_tiny import CAPACITY, METADATA, TinyPackage, streams_model, tiny_package
+from ..coreml_tiny import CAPACITY, METADATA, SMALL, TinyPackage, streams_model, tiny_package
 from .tiny import HEAD_DIM, HIDDEN, KV_HEADS, LAYERS, VOCAB
 
 
@@ -85,7 +85,7 @@ def test_a_lost_fusion_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(coreml_module.nn.functional, "scaled_dot_product_attention", by_hand)
     model = streams_model("Llama", "none")
     with pytest.raises(RuntimeError, match="decode_1: 0 fused attentions of 2"):
-        export_package(model, tmp_path / "model.mlpackage", plan_contract(model, CAPACITY, (8,)), METADATA)
+        export_package(model, tmp_path / "model.mlpackage", plan_contract(model, CAPACITY, SMALL), METADATA)
     assert not list(tmp_path.iterdir())
 
 

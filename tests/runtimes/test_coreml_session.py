@@ -36,9 +36,15 @@ LOAD_FUNCTION = coreml_session._load_function
 class Made:
     """A session over PyTorch's functions, and what it was made of."""
 
-    def __init__(self, streams: str, monkeypatch: pytest.MonkeyPatch, tree_rows: tuple[int, ...] = (4, 16), **options: Any) -> None:
+    def __init__(
+        self,
+        streams: str,
+        monkeypatch: pytest.MonkeyPatch,
+        functions: tuple[str, ...] = ("decode_1", "tree_4", "tree_16", "prefill_64"),
+        **options: Any,
+    ) -> None:
         self.model: StreamModel = streams_model("Llama", streams)
-        self.sizes: CoreMLContract = plan_contract(self.model, CAPACITY, tree_rows)
+        self.sizes: CoreMLContract = plan_contract(self.model, CAPACITY, functions)
         self.functions: dict[str, TorchFunction] = {}
         names = [f.name for f in self.sizes.functions] + ([self.sizes.draft] if self.sizes.draft else [])
         monkeypatch.setattr(coreml_session, "_list_functions", lambda package: names)
@@ -251,6 +257,18 @@ def test_arguments_that_make_no_sense(patch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="compute units: 'gpu' given, one of all, cpu, cpu-gpu, cpu-ne"):
         Made("none", patch, compute_units="gpu")
     assert Made("none", patch, capacity=10).session.capacity == 10
+
+
+def test_one_function_does_everything(patch: pytest.MonkeyPatch) -> None:
+    """What an app can fall back on: prompts, tokens and trees through one function, and so one model and its state."""
+    made, usual = Made("none", patch, ("tree_16",)), Made("none", patch)
+    prompt = [int(t) for t in np.random.default_rng(1).integers(0, VOCAB, 40)]
+    plain = [t for block in speculate(usual.session, prompt, NoDrafter(), max_new_tokens=20) for t in block.tokens]
+    for drafter in (NoDrafter(), Randomly([*prompt, *plain], seed=1)):
+        made.session.rewind(0)
+        blocks = speculate(made.session, prompt, drafter, budget=16, max_new_tokens=20)
+        assert [t for block in blocks for t in block.tokens] == plain
+    assert list(made.functions) == ["tree_16"]
 
 
 def test_warm_up_loads_every_function(patch: pytest.MonkeyPatch) -> None:
