@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from specstream.export.contract import CONTRACT_VERSION, Profile
+from specstream.export.contract import CONTRACT_VERSION
+from specstream.export.coreml_contract import CoreMLContract
 from specstream.models.config import Placement
 from specstream.models.errors import UserError
 
@@ -60,18 +61,31 @@ class StreamInfo:
 
 @dataclass(frozen=True)
 class ContractInfo:
+    """Which contract the graph holds. ``profile`` is ``coreml`` for a Core ML package, whose sizes are in ``coreml``."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"coreml"})  # keys that manifests of earlier versions lack
+
     version: int
-    profile: Profile
+    profile: Literal["ort", "portable", "coreml"]
     opset: int
     cache_dtype: str
+    coreml: CoreMLContract | None = None
+
+    def __post_init__(self) -> None:
+        if (self.profile == "coreml") != (self.coreml is not None):
+            raise UserError(
+                f"contract: profile {self.profile} and coreml {'missing' if self.coreml is None else 'given'} do not go together"
+            )
 
 
 @dataclass(frozen=True)
 class QuantizationInfo:
-    """How weights and activations are rounded. All but ``scheme`` are None in bundles of fp32 weights.
+    """How weights and activations are rounded. All but ``scheme`` are None in bundles of fp32 or fp16 weights.
 
     Attributes:
-        scheme: ``fp32``, ``int4``, ``int8``, ``w8a8`` or ``mixed``.
+        scheme: ``fp32``, ``int4``, ``int8``, ``w8a8`` or ``mixed``; of Core ML ``fp16``, ``int8``, ``int4``, ``palette4`` or ``palette6``.
+        head: scheme of the embedding and the head, of Core ML.
+        group_size: output channels that share a table of values, where there are palettes.
         block_size: weights of a column that share a scale, where there are blocks.
         accuracy_level: of the products with blocks: 4 rounds activations to 8 bits, 0 keeps them.
         rows_independent: whether no scale of a row's activations depends on the rows beside it.
@@ -81,7 +95,7 @@ class QuantizationInfo:
     """
 
     LATER: ClassVar[frozenset[str]] = frozenset(  # keys that manifests of earlier versions lack
-        {"block_size", "accuracy_level", "rows_independent", "products", "requires", "quality"}
+        {"block_size", "accuracy_level", "rows_independent", "products", "requires", "quality", "head", "group_size"}
     )
 
     scheme: str
@@ -91,6 +105,8 @@ class QuantizationInfo:
     products: dict[str, int] | None = None
     requires: str | None = None
     quality: dict[str, Any] | None = None
+    head: str | None = None
+    group_size: int | None = None
 
     @property
     def rounds_activations(self) -> bool:
@@ -118,11 +134,17 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Parity:
-    """How the graph agreed with PyTorch when it was exported; ``cases`` has the figures of each case."""
+    """How the graph agreed with PyTorch when it was exported; ``cases`` has the figures of each case.
+
+    ``near_tie`` is how close two logits must be for rounding to decide between them; None where it is that of fp32.
+    """
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"near_tie"})  # keys that manifests of earlier versions lack
 
     top1_agreement: float
     max_abs_diff: float
     cases: dict[str, Any]
+    near_tie: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from specstream.models.errors import UserError
 from specstream.runtimes.drafters import NoDrafter, StreamDrafter
 from specstream.runtimes.sampling import NO_HISTORY, History, Sampling, pick
-from specstream.runtimes.session import Rows, StepOutput
+from specstream.runtimes.session import NEAR_TIE, Rows, StepOutput
 from specstream.runtimes.speculate import speculate
-from specstream.runtimes.verify import NEAR_TIE, compare_rows, could_win, verify
+from specstream.runtimes.verify import compare_rows, could_win, verify
 
 from .fake_model import FakeModel
 
