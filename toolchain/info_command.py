@@ -65,6 +65,9 @@ def describe(manifest: Manifest) -> list[tuple[str, str]]:
         ("scheme", manifest.quantization.scheme),
         ("contract", f"version {contract.version}, profile {contract.profile}, opset {contract.opset}, {contract.cache_dtype} cache"),
     ]
+    if contract.coreml is not None:
+        names = [function.name for function in contract.coreml.functions] + ([contract.coreml.draft] if contract.coreml.draft else [])
+        rows.append(("functions", f"{', '.join(names)}; room for {contract.coreml.capacity:,} tokens"))
     if manifest.parity is not None:
         parity = manifest.parity
         rows.append(("parity", f"top-1 agreement with PyTorch {parity.top1_agreement:.2%}, largest difference {parity.max_abs_diff:.1e}"))
