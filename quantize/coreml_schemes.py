@@ -47,6 +47,8 @@ COREML_REQUIRES: Final[dict[str, str]] = {
 QUANTIZATION_KEY: Final = "specstream.quantization"  # of the package's metadata: JSON of :class:`CoreMLOptions`
 
 LEAST_ELEMENTS: Final = 1 << 15  # smaller weights (adapters of low rank, norms) stay fp16: they are few and their errors are not
+COMPRESSED_USES: Final = frozenset({("linear", "weight"), ("gather", "x")})  # (operator, parameter)
+OTHER_PRODUCTS: Final = frozenset({("matmul", "x"), ("matmul", "y"), ("conv", "weight")})  # our exporter makes none of them of weights
 IOS_18: Final = 9  # specification version, which brought blocks and groups
 
 
@@ -99,7 +101,7 @@ class CompressedPackage:
     """What was written.
 
     Attributes:
-        matrices: how many weights are stored in each form, ``fp16`` among them.
+        matrices: how many factors and tables are stored in each form, ``fp16`` among them.
         weight_bytes: size of the file of weights.
         source_bytes: that of the package it was made from.
     """
@@ -158,7 +160,7 @@ def compress_package(package: Path, out: Path, options: CoreMLOptions, vocab_siz
             for offset, weight in sorted(weights.items()):
                 form = forms.get(offset)
                 places[offset] = _store(blob.read(offset, weight.dtype, weight.shape), weight, form, writer)
-                if len(weight.shape) == 2:
+                if len(weight.shape) == 2 and weight.uses & (COMPRESSED_USES | OTHER_PRODUCTS):
                     counts[_title(form) if form else "fp16"] += 1
         for operation in _operations(spec):
             _rewrite(operation, places)
@@ -231,7 +233,7 @@ def _plan(spec: Any, package: Path, options: CoreMLOptions, vocab_size: int) -> 
 def _choose(weight: _Weight, options: CoreMLOptions, vocab_size: int) -> Form | None:
     """The embedding and the head by their rows; other matrices that are factors and large. A table that is only looked up and is not
     the vocabulary's (rotary angles) stays as it is."""
-    if weight.dtype not in ("fp16", "fp32") or len(weight.shape) != 2 or not weight.uses <= {("linear", "weight"), ("gather", "x")}:
+    if weight.dtype not in ("fp16", "fp32") or len(weight.shape) != 2 or not weight.uses <= COMPRESSED_USES:
         return None
     if weight.shape[0] == vocab_size:
         return options.form(head=True)

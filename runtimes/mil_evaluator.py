@@ -75,9 +75,7 @@ class MilModel:
         self.function = body.name
         self.inputs: Mapping[str, TensorType] = {named.name: named.type for named in body.inputs if not named.is_state}
         self.states: Mapping[str, TensorType] = {named.name: named.type for named in body.inputs if named.is_state}
-        types = {named.name: named.type for named in body.inputs}
-        types.update((output.name, output.type) for operation in body.operations for output in operation.outputs)
-        types.update((name, constant.type) for name, constant in body.constants.items())
+        types = body.types
         missing = [name for name in body.outputs if name not in types]
         if missing:
             raise UserError(f"{self.path}: function {body.name} returns {', '.join(missing)}, which nothing computes")

@@ -28,6 +28,9 @@ Literal = Array | str  # what a constant is once it is read; strings name modes 
 
 ML_PROGRAM: Final = 502  # field of Model.proto
 
+# ArrayDataType of FeatureTypes.proto, in which a package's description names types -> the name that programs use.
+ARRAY_DTYPES: Final[dict[int, str]] = {65552: "fp16", 65568: "fp32", 65600: "fp64", 131080: "int8", 131104: "int32"}
+
 # DataType of MIL.proto -> the name that programs themselves use, as in cast(dtype="fp16").
 DTYPES: Final[dict[int, str]] = {
     1: "bool", 2: "string", 10: "fp16", 11: "fp32", 12: "fp64", 21: "int8", 22: "int16", 23: "int32", 24: "int64", 25: "int4", 31: "uint8",
@@ -50,7 +53,7 @@ class TensorType:
     def __str__(self) -> str:
         return f"{self.dtype} [{', '.join('?' if size is None else str(size) for size in self.shape)}]"
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
+    def fits(self, shape: tuple[int | None, ...]) -> bool:
         """Whether an array of this shape is of this type."""
         return len(shape) == len(self.shape) and all(want is None or want == have for want, have in zip(self.shape, shape, strict=True))
 
@@ -130,6 +133,13 @@ class Function:
     operations: tuple[Operation, ...]
     outputs: tuple[str, ...]
 
+    @property
+    def types(self) -> dict[str, TensorType]:
+        """Of all values and states."""
+        made = {output.name: output.type for operation in self.operations for output in operation.outputs}
+        constants = {name: constant.type for name, constant in self.constants.items()}
+        return {named.name: named.type for named in self.inputs} | made | constants
+
 
 @dataclass
 class MilPackage:
@@ -147,6 +157,7 @@ class MilPackage:
     default: str
     metadata: Mapping[str, str]
     _bodies: Mapping[str, bytes]
+    _described: Mapping[str, _Description]
     _data: Path  # folder of the model file, to which weight files are relative
     _blobs: dict[str, WeightBlob] = field(default_factory=dict)
     _read: dict[tuple[Constant | Expanded, bool], Literal] = field(default_factory=dict)
@@ -155,14 +166,19 @@ class MilPackage:
         """Read one function.
 
         Raises:
-            UserError: there is none of that name, or it uses what this module cannot read.
+            UserError: there is none of that name, it uses what this module cannot read, or the package's description, which is what
+                Core ML and an app go by, says something else of its inputs, states or outputs.
         """
         if name not in self._bodies:
             raise UserError(f"{self.path}: has no function {name!r}; it has {', '.join(self.functions)}")
         try:
-            return _function(name, self._bodies[name])
+            function = _function(name, self._bodies[name])
+            wrong = _differences(function, self._described[name])
         except _MALFORMED as error:
             raise UserError(f"{self.path}: function {name} cannot be read ({error})") from error
+        if wrong:
+            raise UserError(f"{self.path}: function {name} is not what the package's description says: {'; '.join(wrong)}")
+        return function
 
     def constant(self, constant: Constant | Expanded, wide: bool = False) -> Literal:
         """The value of a constant. It is kept: functions that share a weight share the array, which cannot be written.
@@ -268,15 +284,17 @@ def _read_package(path: Path, model: Path) -> MilPackage:
         description = _fields(_message(fields, 2))
         metadata = _fields(_message(description, 100)) if 100 in description else {}
         texts = {key: str(value, "utf-8") for key, value in _map(metadata, 100).items()}
-        names = tuple(str(_message(_fields(function), 1), "utf-8") for function in description.get(20, []) if isinstance(function, bytes))
+        parts = {_text(function, 1): _description(function, 2, 3, 6) for function in map(_fields, _messages(description, 20))}
+        if not parts and len(bodies) == 1:  # a package of one function describes it at the top
+            parts = dict.fromkeys(bodies, _description(description, 1, 10, 13))
         default = _text(description, 21)
     except _MALFORMED as error:
         raise UserError(not_a_model) from error
     # The description gives the order in which the functions were stored; the program's own map has none.
-    functions = tuple(name for name in names if name in bodies) or tuple(sorted(bodies))
-    if set(functions) != set(bodies) or not bodies:
-        raise UserError(f"{path}: its description names the functions {sorted(names)}, its program has {sorted(bodies)}")
-    return MilPackage(path, functions, default if default in bodies else functions[0], texts, bodies, model.parent)
+    if set(parts) != set(bodies) or not bodies:
+        raise UserError(f"{path}: its description names the functions {sorted(parts)}, its program has {sorted(bodies)}")
+    functions = tuple(parts)
+    return MilPackage(path, functions, default if default in bodies else functions[0], texts, bodies, parts, model.parent)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -345,6 +363,20 @@ def _number(fields: _Fields, number: int) -> int:
     return value
 
 
+def _numbers(fields: _Fields, number: int) -> list[int]:
+    """All of a repeated field of numbers, packed or not."""
+    found = []
+    for value in fields.get(number, []):
+        if isinstance(value, int):
+            found.append(value)
+            continue
+        at = 0
+        while at < len(value):
+            one, at = _varint(value, at)
+            found.append(one)
+    return found
+
+
 def _map(fields: _Fields, number: int) -> dict[str, bytes]:
     entries = [_fields(entry) for entry in _messages(fields, number)]
     return {_text(entry, 1): _message(entry, 2) if 2 in entry else b"" for entry in entries}
@@ -401,12 +433,7 @@ def _tensor_value(data: bytes, dtype: str, shape: tuple[int, ...]) -> Literal:
     if kind in (1, 6):
         values: Array = np.frombuffer(packed, dtype="<f4" if kind == 1 else "<f8")
     elif kind in (2, 3, 5):
-        numbers = list(content) if content and isinstance(content[0], int) else []
-        at = 0
-        while at < len(packed):
-            number, at = _varint(packed, at)
-            numbers.append(number)
-        values = np.array(numbers, dtype=np.uint64).view(np.int64)
+        values = np.array(_numbers(_fields(_message(fields, kind)), 1), dtype=np.uint64).view(np.int64)
     elif dtype in BITS:
         values = unpack(np.frombuffer(packed, dtype=np.uint8), dtype, int(np.prod(shape, dtype=np.int64)))
     else:
@@ -459,6 +486,45 @@ def _expanded(operation: Operation, attributes: Mapping[str, Constant], constant
             raise ValueError(f"{operation.type}: several values for {parameter}")
         inputs[parameter] = constants[bound] if isinstance(bound, str) else bound
     return Expanded(operation.type, operation.outputs[0].type, tuple(sorted(inputs.items())))
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# The description in Model.proto and FeatureTypes.proto: inputs, outputs and states once more, for who calls the model.
+
+_Description = dict[str, dict[str, TensorType]]  # kind of value -> name -> type; no shape is given as ()
+
+
+def _description(fields: _Fields, inputs: int, outputs: int, states: int) -> _Description:
+    """From the message whose fields have these numbers."""
+    kinds = {"input": inputs, "output": outputs, "state": states}
+    return {kind: dict(map(_feature, _messages(fields, number))) for kind, number in kinds.items()}
+
+
+def _feature(data: bytes) -> tuple[str, TensorType]:
+    fields = _fields(data)
+    kind = _fields(_message(fields, 3))
+    array = _fields(_message(_fields(_message(kind, 8)), 1) if 8 in kind else _message(kind, 5))
+    dtype = ARRAY_DTYPES.get(_number(array, 2), "unknown")
+    return _text(fields, 1), TensorType(dtype, tuple(_numbers(array, 1)))
+
+
+def _differences(function: Function, described: _Description) -> list[str]:
+    """What the description says otherwise, in words."""
+    types = function.types
+    found = {
+        "input": [named.name for named in function.inputs if not named.is_state],
+        "output": list(function.outputs),
+        "state": [named.name for named in function.inputs if named.is_state],
+    }
+    wrong = []
+    for kind, names in found.items():
+        if set(names) != set(described[kind]):
+            wrong.append(f"{kind}s {', '.join(names) or 'none'} instead of {', '.join(described[kind]) or 'none'}")
+        for name, said in described[kind].items():
+            have = types.get(name)
+            if have is not None and (have.dtype != said.dtype or (said.shape and not have.fits(said.shape))):
+                wrong.append(f"{kind} {name} is {have} instead of {said}")
+    return wrong
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------

@@ -552,6 +552,30 @@ def test_broken_packages_are_one_clear_line(name: str, message: str, copied: Pat
     assert "\n" not in str(caught.value)
 
 
+def test_a_description_that_says_something_else(copied: Path) -> None:
+    """Core ML and an app go by the description, the evaluator by the program: they must be the same."""
+    spec = ct.utils.load_spec(str(copied))
+    (function,) = [part for part in spec.description.functions if part.name == "rows_4"]
+    function.input[0].type.multiArrayType.shape[1] = 5
+    function.output[1].type.multiArrayType.dataType = ct.proto.FeatureTypes_pb2.ArrayFeatureType.FLOAT32
+    function.state[1].name = "values"
+    (copied / SPEC).write_bytes(spec.SerializeToString())
+    with pytest.raises(UserError) as caught:
+        MilModel(copied, "rows_4")
+    for part in (
+        "function rows_4 is not what the package's description says",
+        "input ids is int32 [1, 4] instead of int32 [1, 5]",
+        "output next_ids is int32 [1, 4] instead of fp32 [1, 4]",
+        "states keyCache, valueCache instead of keyCache, values",
+    ):
+        assert part in str(caught.value)
+    assert MilModel(copied, "rows_1").function == "rows_1"
+    del spec.description.functions[:]
+    (copied / SPEC).write_bytes(spec.SerializeToString())
+    with pytest.raises(UserError, match=r"its description names the functions \[\], its program has \['rows_1', 'rows_4'\]"):
+        MilModel(copied)
+
+
 def test_another_kind_of_model(tmp_path: Path, copied: Path) -> None:
     spec = ct.proto.Model_pb2.Model()
     spec.specificationVersion = 4
