@@ -10,5 +10,6 @@ print(lm.last.tokens_per_call)
 
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.language_model import GenerationResult, LanguageModel, load
+from specstream.runtimes.sampling import Sampling
 
-__all__ = ["Bundle", "GenerationResult", "LanguageModel", "load"]
+__all__ = ["Bundle", "GenerationResult", "LanguageModel", "Sampling", "load"]

@@ -18,6 +18,7 @@ from specstream.runtimes.manifest import Manifest
 from specstream.runtimes.ngrams import NGRAM_FILE, NgramTable
 from specstream.runtimes.ort_session import OrtSession, usable_cores
 from specstream.runtimes.profile import DeviceProfile, load_profile
+from specstream.runtimes.sampling import Sampling
 from specstream.runtimes.session import Session
 from specstream.runtimes.speculate import FinishReason, speculate
 from specstream.runtimes.text import Message, TextCodec
@@ -49,6 +50,7 @@ class GenerationResult:
         drafted: tokens proposed and verified.
         accepted: of those, how many were emitted.
         dropped: rows that a drafter proposed and that could not be verified (0 unless a drafter or a graph is at fault).
+        sampling: how tokens were chosen; None: greedily.
     """
 
     text: str
@@ -62,6 +64,7 @@ class GenerationResult:
     drafted: int
     accepted: int
     dropped: int
+    sampling: Sampling | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"token_ids": list(self.token_ids)}
@@ -110,9 +113,10 @@ class LanguageModel:
         raw: bool = False,
         budget: Budget = "adaptive",
         stream_rows: StreamRows | None = None,
+        sampling: Sampling | None = None,
     ) -> GenerationResult:
         """The whole text at once; arguments as in :meth:`stream`."""
-        for _ in self.stream(prompt, max_new_tokens, draft, raw=raw, budget=budget, stream_rows=stream_rows):
+        for _ in self.stream(prompt, max_new_tokens, draft, raw=raw, budget=budget, stream_rows=stream_rows, sampling=sampling):
             pass
         assert self.last is not None
         return self.last
@@ -126,6 +130,7 @@ class LanguageModel:
         raw: bool = False,
         budget: Budget = "adaptive",
         stream_rows: StreamRows | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[str]:
         """Text as it comes, in pieces of whole characters. Afterwards :attr:`last` has the result.
 
@@ -140,6 +145,7 @@ class LanguageModel:
                 over all texts of this object, down to plain decoding.
             stream_rows: how many of them carry streams: ``all``, ``root``, or the n likeliest to be the last accepted. Means nothing
                 for delayed streams, which run beside the last accepted row only.
+            sampling: temperature, filters, penalties and seed; greedy when left out. The same settings give the same text.
 
         Raises:
             UserError: a prompt that is empty or too long, or an argument that makes no sense.
@@ -149,6 +155,8 @@ class LanguageModel:
             stream_rows = max(self.profile.stream_rows, 1) if self.profile is not None else DEFAULT_STREAM_ROWS
         policy = stream_policy(stream_rows)
         rows = self._adaptive(drafter) if budget == "adaptive" else budget
+        if sampling is not None and sampling.is_greedy:
+            sampling = None
         start = time.perf_counter()
         prompt_ids = self.prompt_ids(prompt, raw)
         self.last = None
@@ -161,6 +169,7 @@ class LanguageModel:
             budget=rows,
             max_new_tokens=max_new_tokens,
             stop_ids=self.codec.stop_ids,
+            sampling=sampling,
         )
 
         def pieces() -> Iterator[str]:
@@ -197,6 +206,7 @@ class LanguageModel:
                 drafted=drafted,
                 accepted=accepted,
                 dropped=dropped,
+                sampling=sampling,
             )
 
         return pieces()

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, SupportsInt
 
 import numpy as np
 
 from specstream.models.errors import UserError
 from specstream.runtimes.adaptive import BudgetController, FixedBudget
 from specstream.runtimes.drafters import DraftContext, Drafter, Streams
-from specstream.runtimes.session import PROMPT_CHUNK, Session, prefill, tree_rows
-from specstream.runtimes.tree import IntArray, StreamPolicy, TokenTree, every_row, root_only
+from specstream.runtimes.sampling import NO_HISTORY, History, Sampling, pick
+from specstream.runtimes.session import PROMPT_CHUNK, Session, StepOutput, prefill, tree_rows
+from specstream.runtimes.tree import StreamPolicy, TokenTree, every_row, root_only
 
 FinishReason = Literal["stop", "length"]
 
@@ -45,25 +46,70 @@ class Block:
         return max(self.rows - 1, 0)
 
 
-def accept(tree: TokenTree, next_ids: Sequence[int] | IntArray) -> list[int]:
+class NextIds(Protocol):
+    """Of each row of a tree, the token that plain decoding would put after it."""
+
+    def __getitem__(self, row: int, /) -> SupportsInt: ...
+
+
+def accept(tree: TokenTree, next_ids: NextIds) -> list[int]:
     """Rows of the longest path whose every token is what the model itself says after its parent; the root is always right.
 
-    Greedy verification (Stern et al., arXiv 1811.03115, section 3; trees as in Speculative Streaming, arXiv 2402.11131, section
-    3.2): from the root, go to the child whose token equals argmax p(. | path to the node) while there is one. The model's own
-    token after the last accepted row is the correction: the text of accepted tokens and correction is that of plain decoding.
+    Verification as in Stern et al., arXiv 1811.03115, section 3; trees as in Speculative Streaming, arXiv 2402.11131, section 3.2:
+    from the root, go to the child whose token equals the model's own after the path to the node while there is one. That is
+    argmax p(. | path), or the token which the keyed noise makes of it. The model's own token after the last accepted row is the
+    correction: the text of accepted tokens and correction is that of plain decoding.
 
     Args:
-        next_ids: int [M], argmax of the logits of each row.
+        next_ids: int [M], the model's own token after each row; asked for accepted rows only, so that others need not be sampled.
 
     Returns:
         Row numbers, ascending, starting with 0.
     """
-    tokens, parents, following = tree.tokens.tolist(), tree.parents.tolist(), [int(i) for i in next_ids]
-    accepted = [0]
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    accepted, following = [0], int(next_ids[0])
     for row in range(1, len(tokens)):  # children come after their parents, so one pass finds the whole path
-        if parents[row] == accepted[-1] and tokens[row] == following[accepted[-1]]:
+        if parents[row] == accepted[-1] and tokens[row] == following:
             accepted.append(row)
+            following = int(next_ids[row])
     return accepted
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Samples from the outputs of calls. ``text`` is what is there so far, the prompt in front; it goes on growing.
+
+    Attributes:
+        prompt_length: tokens of the prompt.
+    """
+
+    sampling: Sampling
+    text: Sequence[int]
+    prompt_length: int
+
+    def after(self, output: StepOutput, row: int, path: Sequence[int] = ()) -> int:
+        """The token after a row of a call, which is ``path`` after the text: the row's own path below the root."""
+        assert output.logits is not None
+        history = NO_HISTORY
+        if self.sampling.penalises:
+            history = History(self.text[: self.prompt_length], [*self.text[self.prompt_length :], *path])
+        return pick(output.logits[row], len(self.text) + len(path), history, self.sampling)
+
+
+class SampledIds:
+    """``next_ids`` of a tree, each sampled when it is asked for: as many as plain decoding samples, however many rows there are."""
+
+    def __init__(self, sampler: Sampler, output: StepOutput, tree: TokenTree) -> None:
+        self._sampler = sampler
+        self._output = output
+        self._tree = tree
+        self._known: dict[int, int] = {}
+
+    def __getitem__(self, row: int, /) -> int:
+        if row not in self._known:
+            path: list[int] = self._tree.tokens[self._tree.path(row)[1:]].tolist()
+            self._known[row] = self._sampler.after(self._output, row, path)
+        return self._known[row]
 
 
 def speculate(
@@ -76,8 +122,9 @@ def speculate(
     max_new_tokens: int = 256,
     stop_ids: Collection[int] = (),
     chunk: int = PROMPT_CHUNK,
+    sampling: Sampling | None = None,
 ) -> Iterator[Block]:
-    """Generate after a prompt, greedily. The text is that of plain decoding, whatever the drafter proposes.
+    """Generate after a prompt. The text is that of plain decoding, whatever the drafter proposes.
 
     After the last block (and after each one) the cache holds what plain decoding would have cached: the prompt and all emitted
     tokens but the last, which is the root of the next tree.
@@ -90,6 +137,7 @@ def speculate(
         max_new_tokens: tokens to emit at most.
         stop_ids: tokens that end the text, wherever in an accepted block they are.
         chunk: rows of the prompt in one call.
+        sampling: how tokens are chosen; left out, greedily.
 
     Returns:
         An iterator of blocks: one after the prefill and one after each verifying call.
@@ -103,7 +151,9 @@ def speculate(
             raise UserError(f"budget: {budget} given, 1 or more expected")
         budget = FixedBudget(budget)
     _check_request(session, prompt_ids, max_new_tokens)
-    return _blocks(session, prompt_ids, drafter, policy, budget, max_new_tokens, stop_ids, chunk)
+    if sampling is not None and sampling.is_greedy:
+        sampling = None  # the graph's own argmax, without fetching logits
+    return _blocks(session, prompt_ids, drafter, policy, budget, max_new_tokens, stop_ids, chunk, sampling)
 
 
 def _blocks(
@@ -115,11 +165,15 @@ def _blocks(
     max_new_tokens: int,
     stop_ids: Collection[int],
     chunk: int,
+    sampling: Sampling | None,
 ) -> Iterator[Block]:
     draft_streams = drafter.uses_streams and session.num_streams > 0
     budget = controller.budget()  # of the next call; asked early, since delayed streams run before it
-    output = prefill(session, prompt_ids, streams=draft_streams and budget > 1 and max_new_tokens > 1, chunk=chunk)
-    tokens = [*prompt_ids, int(output.next_ids[0])]
+    draws = sampling is not None
+    output = prefill(session, prompt_ids, streams=draft_streams and budget > 1 and max_new_tokens > 1, chunk=chunk, logits=draws)
+    tokens = list(prompt_ids)
+    sampler = None if sampling is None else Sampler(sampling, tokens, len(tokens))
+    tokens.append(int(output.next_ids[0]) if sampler is None else sampler.after(output, 0))
     end = len(prompt_ids) + max_new_tokens
     streams = None
     if output.stream_ids is not None and output.stream_logprobs is not None:
@@ -141,10 +195,11 @@ def _blocks(
         if draft_streams and budget > 1 and left > 1 and not session.delayed:
             fits = (room - len(tree)) // session.num_streams
             stream_rows = (policy(tree) if len(tree) > 1 else every_row(tree))[:fits]
-        output = session.run(tree_rows(tree, past, stream_rows))
+        output = session.run(tree_rows(tree, past, stream_rows), logits=draws)
 
-        accepted = accept(tree, output.next_ids)
-        emitted = [int(output.next_ids[row]) for row in accepted]
+        next_ids: NextIds = output.next_ids if sampler is None else SampledIds(sampler, output, tree)
+        accepted = accept(tree, next_ids)
+        emitted = [int(next_ids[row]) for row in accepted]
         stop = next((i for i, token in enumerate(emitted) if token in stop_ids), len(emitted) - 1)
         emitted = emitted[: stop + 1]
         # Of the rows, those stay whose following token is emitted: a stop token cuts the accepted rows behind it as well.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from specstream.models.errors import UserError
 from specstream.runtimes.drafters import Drafter, NoDrafter
+from specstream.runtimes.sampling import History, Sampling, scale, scores, smallest_allowed
 from specstream.runtimes.session import Session, prefill, tree_rows
 from specstream.runtimes.speculate import Block, speculate
 from specstream.runtimes.tree import FloatArray, StreamPolicy, TokenTree, chain, every_row, root_only
@@ -31,9 +35,9 @@ class Mismatch:
         speculative: the speculative token; None when that text ended here.
         other: the other text's.
         best: the two best tokens of a plain call at this place.
-        logits: their logits.
+        logits: their logits; of sampled texts, their scores (scaled logits + noise).
         near_tie: whether the difference is one that rounding may make: the two differing tokens are the two best, closer than
-            ``NEAR_TIE``.
+            ``NEAR_TIE``; of sampled texts, both are among :func:`could_win`.
     """
 
     prompt: int
@@ -94,6 +98,7 @@ def verify(
     reference: Reference | None = None,
     reference_name: str = "transformers",
     on_prompt: Callable[[int], None] | None = None,
+    sampling: Sampling | None = None,
 ) -> VerifyReport:
     """Generate each prompt with and without drafts, and compare; with a reference, compare with its text as well.
 
@@ -101,6 +106,7 @@ def verify(
         prompts: token ids of each.
         reference: gives another implementation's greedy ids for the same weights.
         on_prompt: called with the number of prompts done, for a progress bar.
+        sampling: how tokens are chosen, with drafts and without; greedily when left out. A reference must choose in the same way.
 
     Raises:
         UserError: no prompts, or one that the session cannot hold.
@@ -111,7 +117,16 @@ def verify(
     def generate(prompt: Sequence[int], with_drafter: Drafter) -> list[Block]:
         session.rewind(0)
         return list(
-            speculate(session, prompt, with_drafter, policy=policy, budget=budget, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+            speculate(
+                session,
+                prompt,
+                with_drafter,
+                policy=policy,
+                budget=budget,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                sampling=sampling,
+            )
         )
 
     tokens = calls = decoded = 0
@@ -132,7 +147,7 @@ def verify(
             if against == "plain":
                 tokens += len(plain) if place is None else place + 1
             if place is not None:
-                mismatches.append(_examine(session, number, prompt, place, against, speculative, other))
+                mismatches.append(_examine(session, number, prompt, place, against, speculative, other, sampling))
         if number < ROW_CHECKS:
             difference, flipped = compare_rows(session, prompt, plain[:ROW_CHECK_DEPTH])
             row_differences.append(difference)
@@ -208,6 +223,7 @@ def _examine(
     against: Literal["plain", "reference"],
     speculative: Sequence[int],
     other: Sequence[int],
+    sampling: Sampling | None,
 ) -> Mismatch:
     """Look at the logits of a plain call where the texts part."""
     session.rewind(0)
@@ -217,10 +233,16 @@ def _examine(
         logits = session.run(tree_rows(root_only(token), session.length), logits=True).logits
         session.commit([0])
     assert logits is not None
-    scores = logits[0]
-    first, second = (int(i) for i in np.argsort(-scores, kind="stable")[:2])
+    values: npt.NDArray[np.floating] = logits[0]
+    position, history = len(prompt) + place, History(prompt, speculative[:place])
+    if sampling is not None:
+        values = scores(values, position, history, sampling)
+    first, second = (int(i) for i in np.argsort(-values, kind="stable")[:2])
     pair = [text[place] if place < len(text) else None for text in (speculative, other)]
-    gap = float(scores[first] - scores[second])
+    if sampling is None:
+        near_tie = float(values[first] - values[second]) < NEAR_TIE and set(pair) == {first, second}
+    else:
+        near_tie = set(pair) <= could_win(logits[0], position, history, sampling)
     return Mismatch(
         prompt=number,
         position=place,
@@ -228,9 +250,29 @@ def _examine(
         speculative=pair[0],
         other=pair[1],
         best=(first, second),
-        logits=(float(scores[first]), float(scores[second])),
-        near_tie=gap < NEAR_TIE and set(pair) == {first, second},
+        logits=(float(values[first]), float(values[second])),
+        near_tie=near_tie,
     )
+
+
+def could_win(logits: FloatArray, position: int, history: History, sampling: Sampling) -> set[int]:
+    """Tokens that sampling may choose when every logit is off by up to half of ``NEAR_TIE``. Arguments as of :func:`pick`.
+
+    The error may also let a token through a filter or keep it out. So the winner is no worse than the best of those that pass the
+    filters whatever the error is, and one of those that pass them with some error.
+    """
+    penalty = sampling.repetition_penalty
+    error = NEAR_TIE / 2 * max(penalty, 1 / penalty) / (sampling.temperature or 1.0)
+    scaled = scale(logits, history, sampling)
+    if sampling.temperature == 0:
+        return set(np.flatnonzero(scaled >= scaled.max() - 2 * error).tolist())
+    # Each weight e^scaled is off by a factor of up to e^error, and so are sums of them.
+    loose = dataclasses.replace(sampling, top_p=min(sampling.top_p * math.exp(2 * error), 1.0))
+    strict = dataclasses.replace(sampling, top_p=sampling.top_p * math.exp(-2 * error))
+    values = scores(logits, position, history, dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
+    surely = scaled >= min(smallest_allowed(scaled, strict) + 2 * error, float(scaled.max()))
+    perhaps = scaled >= smallest_allowed(scaled, loose) - 2 * error
+    return set(np.flatnonzero(perhaps & (values >= values[surely].max() - 2 * error)).tolist())
 
 
 def _emitted(blocks: Sequence[Block]) -> list[int]:

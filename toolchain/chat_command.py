@@ -10,9 +10,10 @@ import click
 
 from specstream.models.errors import UserError
 from specstream.toolchain.generate_command import statistics
+from specstream.toolchain.sampling_options import NewSampling, sampling_options
 
 if TYPE_CHECKING:
-    from specstream.runtimes import LanguageModel
+    from specstream.runtimes import LanguageModel, Sampling
 
 
 @click.command()
@@ -21,15 +22,25 @@ if TYPE_CHECKING:
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of an answer at most.")
 @click.option("--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
+@sampling_options
 @click.option("--stats/--no-stats", default=False, help="A line of statistics on standard error after each answer.")
-def chat(bundle: Path, system: str | None, max_new_tokens: int, draft: str, threads: int | None, stats: bool) -> None:
+def chat(
+    bundle: Path,
+    system: str | None,
+    max_new_tokens: int,
+    draft: str,
+    threads: int | None,
+    new_sampling: NewSampling,
+    stats: bool,
+) -> None:
     """Talk with the model in the folder BUNDLE; it sees the whole conversation.
 
-    /clear starts again, /quit or the end of the input leaves. Ctrl-C stops an answer.
+    /clear starts again, /quit or the end of the input leaves. Ctrl-C stops an answer. With a --temperature and no --seed, every answer
+    has a seed of its own, which --stats shows.
 
     \b
     Example:
-      specstream chat sql-bundle
+      specstream chat sql-bundle --temperature 0.7
     """
     from specstream.runtimes import load
 
@@ -46,7 +57,7 @@ def chat(bundle: Path, system: str | None, max_new_tokens: int, draft: str, thre
         elif line:
             turn = [*history, {"role": "user", "content": line}]
             try:
-                answer = _answer(lm, turn, max_new_tokens, draft)
+                answer = _answer(lm, turn, max_new_tokens, draft, new_sampling())
             except UserError as error:  # mostly a conversation that has grown too long: it is not lost
                 click.echo(f"error: {error} (/clear starts again)", err=True)
                 continue
@@ -71,11 +82,11 @@ def _ask() -> str | None:
         return None
 
 
-def _answer(lm: LanguageModel, turn: list[dict[str, str]], max_new_tokens: int, draft: str) -> str:
+def _answer(lm: LanguageModel, turn: list[dict[str, str]], max_new_tokens: int, draft: str, sampling: Sampling | None) -> str:
     """Stream one answer to standard output. Ctrl-C ends it early; what was said so far stays in the conversation."""
     pieces: list[str] = []
     try:
-        for piece in lm.stream(turn, max_new_tokens, draft):
+        for piece in lm.stream(turn, max_new_tokens, draft, sampling=sampling):
             pieces.append(piece)
             click.echo(piece, nl=False)
     except KeyboardInterrupt:

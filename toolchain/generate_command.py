@@ -10,6 +10,7 @@ import click
 
 from specstream.models.errors import UserError
 from specstream.toolchain.report import json_option, write_report
+from specstream.toolchain.sampling_options import NewSampling, sampling_options
 
 if TYPE_CHECKING:
     from specstream.runtimes import GenerationResult
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--budget", type=click.IntRange(min=1), metavar="ROWS", help="Rows of a verifying call at most.  [default: as many as pay]")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
 @click.option("--raw", is_flag=True, help="Take the prompt as it is, without the chat template.")
+@sampling_options
 @click.option("--stats/--no-stats", default=True, help="End with a line of statistics on standard error.")
 @json_option
 def generate(
@@ -35,16 +37,19 @@ def generate(
     budget: int | None,
     threads: int | None,
     raw: bool,
+    new_sampling: NewSampling,
     stats: bool,
     json_file: Path | None,
 ) -> None:
     """Answer PROMPT with the model in the folder BUNDLE. The text goes to standard output as it comes; '-' reads standard input.
 
-    The text is the same with any --draft: drafts only change how fast it comes.
+    The text is the same with any --draft: drafts only change how fast it comes. Decoding is greedy without a --temperature; with one,
+    the same --seed gives the same text (left out, one is chosen and shown).
 
     \b
     Example:
       specstream generate sql-bundle "Name three rivers." --max-new-tokens 64
+      specstream generate sql-bundle "Name three rivers." --temperature 0.8 --top-p 0.95 --seed 7
       cat question.txt | specstream generate sql-bundle - --draft none
     """
     text = read_prompt(prompt, prompt_file)
@@ -53,7 +58,7 @@ def generate(
 
     lm = load(bundle, threads=threads)
     # --draft is checked against the names that the runtime knows.
-    for piece in lm.stream(text, max_new_tokens, draft, raw=raw, budget=budget or "adaptive"):
+    for piece in lm.stream(text, max_new_tokens, draft, raw=raw, budget=budget or "adaptive", sampling=new_sampling()):
         click.echo(piece, nl=False)
     click.echo()
     assert lm.last is not None
@@ -95,7 +100,7 @@ def _decode(data: bytes, source: str) -> str:
 
 
 def statistics(result: GenerationResult) -> str:
-    """One line: tokens, tokens per call, tokens/s, time to first token."""
+    """One line: tokens, tokens per call, tokens/s, time to first token, the seed when noise took part."""
     parts = [f"{result.tokens} tokens"]
     if result.tokens_per_call is not None:
         parts.append(f"{result.tokens_per_call:.2f} tokens per call")
@@ -104,4 +109,6 @@ def statistics(result: GenerationResult) -> str:
     parts.append(f"first token after {result.first_token_seconds:.2f} s")
     if result.finish_reason == "length":
         parts.append("cut at the length limit")
+    if result.sampling is not None and result.sampling.temperature > 0:
+        parts.append(f"seed {result.sampling.seed}")
     return " · ".join(parts)

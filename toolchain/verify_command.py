@@ -13,9 +13,10 @@ import click
 from specstream.models.errors import CheckFailed, UserError
 from specstream.toolchain.prompt_rows import read_prompt_rows
 from specstream.toolchain.report import json_option, write_report
+from specstream.toolchain.sampling_options import NewSampling, sampling_options
 
 if TYPE_CHECKING:
-    from specstream.runtimes import LanguageModel
+    from specstream.runtimes import LanguageModel, Sampling
     from specstream.runtimes.verify import Mismatch, VerifyReport
 
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--adapter", metavar="ADAPTER", help="Adapter for transformers. [default: the zoo's with the bundle's checksum]")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
 @click.option("--raw", is_flag=True, help="Take prompts as they are, without the chat template.")
+@sampling_options
 @click.option("--record/--no-record", default=True, help="Note the result in the bundle, where 'info' shows it.")
 @json_option
 def verify(
@@ -51,6 +53,7 @@ def verify(
     adapter: str | None,
     threads: int | None,
     raw: bool,
+    new_sampling: NewSampling,
     record: bool,
     json_file: Path | None,
 ) -> None:
@@ -60,10 +63,15 @@ def verify(
     the texts must be equal token by token. Places where they differ and the two best logits are closer than 0.001 count as near-ties
     and are listed. Exit code 1 when there are other differences.
 
+    With a --temperature (or penalties), speculative sampled text is compared with plain sampled text of the same seed only: transformers
+    draws other noise. The bundle keeps its record of greedy decoding.
+
     \b
     Example:
       specstream verify sql-bundle --prompts tests/data/sql.jsonl --limit 200
+      specstream verify sql-bundle --prompts tests/data/sql.jsonl --temperature 0.8 --seed 7
     """
+    sampling = new_sampling()
     texts = read_prompt_rows(prompts_file, limit, "--prompts").prompts
 
     from specstream.runtimes import load
@@ -77,7 +85,7 @@ def verify(
     drafter = lm.drafter(draft)  # the runtime checks the name
     with step_status() as step:
         step("loading the weights for transformers")
-        transformers_text, why_not = _transformers(lm, reference, model, adapter)
+        transformers_text, why_not = _transformers(lm, reference, model, adapter, sampling)
     if transformers_text is None:
         click.echo(f"not compared with transformers: {why_not}", err=True)
     with progress_bar("verifying", len(prompts)) as progress:
@@ -91,19 +99,21 @@ def verify(
             policy=stream_policy(DEFAULT_STREAM_ROWS),
             reference=transformers_text,
             on_prompt=progress,
+            sampling=sampling,
         )
-    _print(report, lm)
+    _print(report, lm, sampling)
     summary = report.to_json()
     made_by = {"model": lm.manifest.model.name, "scheme": lm.manifest.quantization.scheme, "threads": threads or usable_cores()}
-    write_report(json_file, "verify", made_by | {"prompts_file": str(prompts_file), "draft": draft} | summary)
-    if record:
+    settings = {"prompts_file": str(prompts_file), "draft": draft, "sampling": None if sampling is None else sampling.to_json()}
+    write_report(json_file, "verify", made_by | settings | summary)
+    if record and sampling is None:
         _record(bundle, lm, {k: v for k, v in summary.items() if k != "mismatches"} | {"prompts_file": prompts_file.name})
     if not report.passed:
         raise CheckFailed(f"{bundle}: {failure(report)}")
 
 
 def _transformers(
-    lm: LanguageModel, reference: str, model: str | None, adapter: str | None
+    lm: LanguageModel, reference: str, model: str | None, adapter: str | None, sampling: Sampling | None
 ) -> tuple[Callable[[Sequence[int], int], Sequence[int]] | None, str]:
     """transformers' decoding of the bundle's weights; or None and why there is none.
 
@@ -115,6 +125,10 @@ def _transformers(
     if reference == "plain":
         return None, "--reference plain"
     asked = reference == "transformers" or model is not None or adapter is not None
+    if sampling is not None:
+        if asked:
+            raise UserError("transformers is compared with greedy decoding only; leave out --temperature and penalties, or --reference")
+        return None, "its noise and penalties are others"
     if not asked and (importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None):
         return None, "torch and transformers are not installed (the export extra brings them)"
     streams = lm.manifest.streams
@@ -152,9 +166,10 @@ def compared_with(reference: str) -> str:
     return "plain decoding" if reference == "plain" else f"plain decoding and {reference}"
 
 
-def _print(report: VerifyReport, lm: LanguageModel) -> None:
+def _print(report: VerifyReport, lm: LanguageModel, sampling: Sampling | None) -> None:
     calls = "" if report.tokens_per_call is None else f", {report.tokens_per_call:.2f} tokens per call"
-    click.echo(f"{report.prompts} prompts, {report.tokens} tokens{calls}, compared with {compared_with(report.reference)}")
+    seed = "" if sampling is None or sampling.temperature == 0 else f", seed {sampling.seed}"
+    click.echo(f"{report.prompts} prompts, {report.tokens} tokens{calls}, compared with {compared_with(report.reference)}{seed}")
     click.echo(f"differences {report.differences}, near-ties {report.near_ties}, flip rate {report.flip_rate:.2e}")
     click.echo(f"rows of a tree independent: {'yes' if report.rows_independent else 'no'}, to {report.rows_max_abs_diff:.1e}")
     for mismatch in report.mismatches:
@@ -165,6 +180,7 @@ def _explain(mismatch: Mismatch, lm: LanguageModel) -> str:
     def show(token: int | None) -> str:
         return "the end" if token is None else f"{lm.codec.tokenizer.decode([token], skip_special_tokens=False)!r} ({token})"
 
+    # Of a sampled text, those are logits with noise.
     best = ", ".join(f"{show(token)} {logit:.6f}" for token, logit in zip(mismatch.best, mismatch.logits, strict=True))
     return (
         f"prompt {mismatch.prompt}, token {mismatch.position}, against {mismatch.against}: {show(mismatch.speculative)} instead of "

@@ -31,6 +31,7 @@ class FakeModel:
         skill: share of streams whose best candidate is what the model will really say.
         stray_ids: whether streams also name tokens outside the vocabulary.
         delayed: whether streams have a pass of their own.
+        greedy: whether each text is the greedy one, which delayed streams then check.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class FakeModel:
         skill: float = 1.0,
         stray_ids: bool = False,
         delayed: bool = False,
+        greedy: bool = True,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_streams = num_streams
@@ -53,6 +55,7 @@ class FakeModel:
         self._skill = skill
         self._stray_ids = stray_ids
         self.delayed = delayed
+        self.greedy = greedy
         self.drafts = 0
         self._states: list[tuple[int, int, int]] = []
         self._committed: tuple[int, int, int] | None = None
@@ -89,7 +92,7 @@ class FakeModel:
         scored = rows.logit_rows.tolist()
         ids, logprobs = None, None
         if len(rows.stream_rows):
-            streams = [self._streams(entries[row], seen[row], positions[row]) for row in rows.stream_rows.tolist()]
+            streams = [self._streams(self._next(entries[row]), seen[row], positions[row]) for row in rows.stream_rows.tolist()]
             ids = np.array(streams, dtype=np.int64)
             logprobs = np.broadcast_to(np.log(0.9 * 0.3 ** np.arange(self.top_k)), ids.shape).astype(np.float32)
         return StepOutput(
@@ -122,8 +125,9 @@ class FakeModel:
         for slot in range(self.length, self.length + self.num_streams):
             self.cache[slot] = mix(self.cache[slot], 8)
         entry, seen, position = self._committed
-        assert token == self._next(entry)
-        ids = np.array(self._streams(entry, seen, position), dtype=np.int64)
+        if self.greedy:
+            assert token == self._next(entry)
+        ids = np.array(self._streams(token, seen, position), dtype=np.int64)
         logprobs = np.broadcast_to(np.log(0.9 * 0.3 ** np.arange(self.top_k)), ids.shape).astype(np.float32)
         return DraftOutput(ids, logprobs, np.zeros((*ids.shape, self.top_k), dtype=np.float32))
 
@@ -135,10 +139,9 @@ class FakeModel:
         scores[self._next(entry)] = 2.0
         return scores
 
-    def _streams(self, entry: int, total: int, position: int) -> list[list[int]]:
-        """Stream j's candidates: the true token j positions after the next one comes first as often as ``skill`` says."""
+    def _streams(self, token: int, total: int, position: int) -> list[list[int]]:
+        """Stream j's candidates: the greedy token j positions after ``token``, the next one, comes first as often as ``skill`` says."""
         candidates = []
-        token = self._next(entry)
         for stream in range(1, self.num_streams + 1):
             entry = mix(token, position + stream, total)
             total = (total + mix(entry)) & _MASK

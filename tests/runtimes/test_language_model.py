@@ -85,6 +85,7 @@ def test_json_keys_are_those_of_the_design(lm: LanguageModel) -> None:
         "drafted",
         "accepted",
         "dropped",
+        "sampling",
     ]
 
 
