@@ -12,7 +12,7 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -165,10 +165,35 @@ def operators(files: Iterable[Path]) -> Operators:
     return found
 
 
-def config_text(found: Mapping[tuple[str, int], Iterable[str]], names: Iterable[str]) -> str:
+def onnx_operators(graph: Path) -> Operators:
+    """Operators of an ONNX graph, subgraphs included, each with the version that defined it as the graph's opset has it."""
+    import onnx
+
+    model = onnx.load(graph, load_external_data=False)
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    found: Operators = {}
+
+    def collect(nodes: Iterable[Any]) -> None:
+        for node in nodes:
+            version = opsets[node.domain]
+            if node.domain == "":
+                version = onnx.defs.get_schema(node.op_type, version, "").since_version
+            found.setdefault((node.domain or "ai.onnx", version), set()).add(node.op_type)
+            for attribute in node.attribute:
+                for inner in (attribute.g, *attribute.graphs):
+                    collect(inner.node)
+
+    collect(model.graph.node)
+    return found
+
+
+def config_text(found: Sequence[Operators], names: Iterable[str]) -> str:
     """What ``build.sh --include_ops_by_config`` of ONNX Runtime reads: ``domain;version;operators`` lines."""
+    keys = sorted({key for operators_of in found for key in operators_of})
     lines = [f"# operators of {', '.join(names)}"]
-    lines += [f"{domain};{version};{','.join(sorted(found[domain, version]))}" for domain, version in sorted(found)]
+    for key in keys:
+        listed = sorted(set().union(*(operators_of.get(key, set()) for operators_of in found)))
+        lines.append(f"{key[0]};{key[1]};{','.join(listed)}")
     return "\n".join(lines) + "\n"
 
 

@@ -263,7 +263,7 @@ def _write_android(bundle: Bundle, writer: BundleWriter, say: Callable[[str], No
 
     require("export")
 
-    from specstream.export.ort_format import LARGEST_FILE, config_text, operators, share_weights
+    from specstream.export.ort_format import LARGEST_FILE, config_text, onnx_operators, operators, share_weights
 
     manifest = bundle.manifest
     graphs = graph_names(manifest)
@@ -281,7 +281,10 @@ def _write_android(bundle: Bundle, writer: BundleWriter, say: Callable[[str], No
         converted.append(file)
     for name in graphs:
         share_weights(bundle.path(name), writer.path(name), converted)
-    writer.path(OPERATORS_FILE).write_text(config_text(operators(converted), [file.name for file in converted]), encoding="utf-8")
+    # Optimising changes operators: a reduced build that reads .ort needs the one kind, one that reads ONNX both.
+    needed = [operators(converted), *(onnx_operators(bundle.path(name)) for name in graphs)]
+    config = config_text(needed, [*(file.name for file in converted), *graphs])
+    writer.path(OPERATORS_FILE).write_text(config, encoding="utf-8")
     streams = manifest.streams
     if streams is not None and len(converted) > 1:
         streams = dataclasses.replace(streams, graph=converted[1].name)
