@@ -164,6 +164,30 @@ def load_streams(model: StreamModel, tensors: dict[str, Tensor]) -> None:
         model.draft_vocab.copy_(tensors["streams.draft_vocab"])
 
 
+def check_begin(wanted: StreamConfig, other: StreamConfig, where: Path) -> None:
+    """Refuse streams of other sizes as a beginning: layers, ranks and placement must be equal, and no fewer streams.
+
+    Raises:
+        UserError: they are not.
+    """
+    names = ("placement", "stream_layers", "stream_rank", "entry_rank", "correction_rank", "pair_rank", "prune_rank")
+    differing = [
+        f"{name} {getattr(other, name)}, not {getattr(wanted, name)}" for name in names if getattr(other, name) != getattr(wanted, name)
+    ]
+    if other.num_streams < wanted.num_streams:
+        differing.append(f"{other.num_streams} streams, {wanted.num_streams} wanted")
+    if differing:
+        raise UserError(f"{where}: no beginning for these streams ({'; '.join(differing)}); train with its sizes, or from the start")
+
+
+@torch.no_grad()
+def begin_streams(model: StreamModel, other: Adapter) -> None:
+    """Start a model's streams from trained ones (see :func:`check_begin`); nothing of their draft vocabulary."""
+    for name, parameter in model.stream_parameters().items():
+        tensor = other.tensors[f"streams.{name}"]
+        parameter.copy_(tensor[: parameter.shape[0]] if name == "stream_vectors" else tensor)
+
+
 def stream_tensors(model: StreamModel) -> dict[str, Tensor]:
     """The ``streams.*`` tensors of a model."""
     found: dict[str, Tensor] = {f"streams.{name}": p.detach() for name, p in model.stream_parameters().items()}

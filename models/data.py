@@ -46,8 +46,11 @@ class Batch:
     counts: Tensor
 
 
-def read_rows(path: Path) -> list[TextRow]:
+def read_rows(path: Path, completions: bool = True) -> list[TextRow]:
     """Read ``{"prompt": ..., "completion": ...}`` lines; other keys are ignored, blank lines skipped.
+
+    Args:
+        completions: whether each row must have one; else they are read as empty.
 
     Raises:
         UserError: no such file, a malformed line (with its number), or no rows at all.
@@ -66,10 +69,10 @@ def read_rows(path: Path) -> list[TextRow]:
                     raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
                 if not isinstance(data, dict):
                     raise UserError(f"{path}:{number}: expected an object with 'prompt' and 'completion', found a {type(data).__name__}")
-                for key in ("prompt", "completion"):
+                for key in ("prompt", "completion") if completions else ("prompt",):
                     if not isinstance(data.get(key), str) or not data[key].strip():
                         raise UserError(f"{path}:{number}: '{key}' must be a non-empty string")
-                rows.append(TextRow(data["prompt"], data["completion"]))
+                rows.append(TextRow(data["prompt"], data["completion"] if completions else ""))
         except UnicodeDecodeError:
             raise UserError(f"{path}: not UTF-8 text; expected JSON lines with 'prompt' and 'completion'") from None
     if not rows:

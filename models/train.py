@@ -1,7 +1,8 @@
 """Training: the fine-tune, the streams, or both at once; logged, checkpointed, resumable, the same for a seed.
 
 Three recipes over two kinds of stage. ``lossless`` trains streams on a frozen base; ``two-stage`` first fine-tunes the base
-with plain LoRA (stage ``main``), merges, then trains streams on the merged model (stage ``streams``); ``shared`` trains one LoRA
+with plain LoRA (stage ``main``), merges, then trains streams on the merged model (stage ``streams``), if asked for on completions
+that the frozen model itself gives (``distill``); ``shared`` trains one LoRA
 for main and stream rows with the joint loss (stage ``joint``). Knows a loaded base and rows of token ids; nothing of model
 names, folders of adapters or the command line.
 """
@@ -14,7 +15,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,16 +25,17 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specstream.models.adapter import Adapter, default_targets, main_tensors, merge_main, stream_tensors, wrap_main
+from specstream.models.adapter import Adapter, begin_streams, default_targets, main_tensors, merge_main, stream_tensors, wrap_main
 from specstream.models.config import BaseIdentity, Mode, Placement, StreamConfig
 from specstream.models.data import Batch, TokenRow, draft_vocabulary, make_batch, plan_batches
+from specstream.models.distill import distill
 from specstream.models.errors import UserError
 from specstream.models.lora import unwrap
 from specstream.models.loss import Targets, main_loss_sum, stream_sums
 from specstream.models.main_cache import MainCache
 from specstream.models.stream_model import StreamModel
 
-Stage = Literal["main", "streams", "joint"]
+Stage = Literal["main", "distill", "streams", "joint"]
 
 VECTOR_SCALE = 0.3  # standard deviation of stream vectors at the start, in units of the entry states' RMS
 
@@ -57,6 +59,8 @@ class TrainOptions:
         placement, correction_rank, pair_rank: see :class:`StreamConfig`; the ranks count for delayed placement only.
         kept_rows: rows that streams on a frozen base are trained on, chosen by the seed, their main passes kept in memory from
             the first visit on; 0 takes all rows and keeps none.
+        self_distill: tokens of a completion at most that the model itself gives to each prompt, in place of the rows' own; 0 takes
+            the rows'. Streams only: a fine-tune is trained on the rows as they are.
         precision: of the base's weights and activations while training.
     """
 
@@ -76,6 +80,7 @@ class TrainOptions:
     correction_rank: int = 64
     pair_rank: int = 48
     kept_rows: int = 2048
+    self_distill: int = 0
     top_k: int = 8
     draft_vocab_size: int = 8192
     stream_decay: float = 0.85
@@ -98,7 +103,9 @@ class TrainOptions:
             problems.append("stream_rank must be at least 1")
         if self.placement == "delayed" and self.correction_rank < 1:
             problems.append("delayed placement needs a correction_rank of at least 1")
-        problems += [f"{name} must be 0 or more" for name in ("kept_rows", "pair_rank") if getattr(self, name) < 0]
+        problems += [f"{name} must be 0 or more" for name in ("kept_rows", "pair_rank", "self_distill") if getattr(self, name) < 0]
+        if self.mode == "shared" and self.self_distill:
+            problems.append("self_distill needs a frozen base: lossless or two-stage, not shared")
         problems += [f"{name} must be above 0" for name in ("learning_rate", "main_learning_rate") if getattr(self, name) <= 0]
         if problems:
             raise UserError("training options: " + "; ".join(problems))
@@ -111,12 +118,18 @@ class TrainOptions:
 
 @dataclass
 class Trained:
-    """The result: config and tensors of the adapter, the model itself, and whether this process is the one that writes."""
+    """The result: config and tensors of the adapter, the model itself, and whether this process is the one that writes.
+
+    ``rows`` are those that streams were trained on, ``held_out`` those to calibrate them on: the model's own completions with
+    self-distillation, else as given.
+    """
 
     config: StreamConfig
     tensors: dict[str, Tensor]
     model: StreamModel
     primary: bool
+    rows: list[TokenRow]
+    held_out: list[TokenRow]
 
 
 Progress = Callable[[Stage, int, int, dict[str, Any]], None]
@@ -174,6 +187,8 @@ def train(
     options: TrainOptions,
     *,
     start_from: Adapter | None = None,
+    start_streams: Adapter | None = None,
+    held_out: Sequence[TokenRow] = (),
     progress: Progress | None = None,
     stop_after: int | None = None,
 ) -> Trained:
@@ -186,6 +201,8 @@ def train(
         work: folder for checkpoints and ``train.jsonl``; a run found there is resumed exactly where it was.
         options: the run.
         start_from: a fine-tune (``main.*``) to train streams on, instead of stage ``main``.
+        start_streams: trained streams to begin from, in place of random ones; see :func:`begin_streams`.
+        held_out: rows that are not trained on, returned with completions as the streams' rows have them.
         progress: called after each step with (stage, step, steps, last logged figures).
         stop_after: stop with KeyboardInterrupt after so many steps in all (tests of resuming).
 
@@ -193,7 +210,7 @@ def train(
         UserError: a run with other options is in ``work``.
     """
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    run = _Run(base, identity, rows, work, options, accelerator, progress, stop_after)
+    run = _Run(base, identity, rows, list(held_out), work, options, accelerator, progress, stop_after, start_streams)
     if options.mode == "shared":
         assert start_from is None, "shared mode trains its own fine-tune"
         return run.joint()
@@ -209,6 +226,8 @@ def train(
     config = stream_config(options, identity, main_rank=rank, main_alpha=alpha, main_targets=targets)
     if main:
         merge_main(base, Adapter(config, main))
+    if options.self_distill:
+        run.distill()
     return run.streams(config, main)
 
 
@@ -220,14 +239,17 @@ class _Run:
         base: PreTrainedModel,
         identity: BaseIdentity,
         rows: list[TokenRow],
+        held_out: list[TokenRow],
         work: Path,
         options: TrainOptions,
         accelerator: Accelerator,
         progress: Progress | None,
         stop_after: int | None,
+        start_streams: Adapter | None,
     ) -> None:
-        self.base, self.identity, self.rows, self.options = base, identity, rows, options
+        self.base, self.identity, self.rows, self.held_out, self.options = base, identity, rows, held_out, options
         self.work, self.accelerator, self.progress, self.stop_after = work, accelerator, progress, stop_after
+        self.start_streams = start_streams
         self.lengths = [len(row.ids) for row in rows]
         self.dtype = training_dtype(options, accelerator)
         self.steps_done = 0
@@ -237,6 +259,8 @@ class _Run:
         self.accelerator.wait_for_everyone()  # the first process may have just taken an old run away
         rows = hashlib.sha256(repr([(row.ids, row.start) for row in self.rows]).encode()).hexdigest()
         known = {"options": dataclasses.asdict(self.options), "fingerprint": self.identity.fingerprint, "rows": rows}
+        if self.start_streams is not None:
+            known["start_streams"] = _digest(self.start_streams.tensors)
         described = json.dumps(known, indent=2)
         path = self.work / "run.json"
         if path.is_file():
@@ -286,6 +310,23 @@ class _Run:
         self.accelerator.wait_for_everyone()
         return tensors, targets
 
+    def distill(self) -> None:
+        """Rows of the streams' stage become the model's own completions of the chosen rows' prompts."""
+        self.place()
+        chosen = [self.rows[i] for i in self.pool(self.options.kept_rows)]
+        both, tokens, file = chosen + self.held_out, self.options.self_distill, self.work / "distilled.jsonl"
+
+        def count(done: int, total: int) -> None:
+            if self.progress is not None:
+                self.progress("distill", done, total, {})
+
+        if self.accelerator.is_main_process:
+            distill(self.base, both, tokens, file, count)
+        self.accelerator.wait_for_everyone()
+        completed = distill(self.base, both, tokens, file)  # reads the file, in every process
+        self.rows, self.held_out = completed[: len(chosen)], completed[len(chosen) :]
+        self.lengths = [len(row.ids) for row in self.rows]
+
     def streams(self, config: StreamConfig, main: dict[str, Tensor]) -> Trained:
         """Stage ``streams``: the base frozen, main rows without gradients."""
         torch.manual_seed(self.options.seed + 1)
@@ -307,7 +348,10 @@ class _Run:
             return self.stream_step(model, rows, batch, part, weights, token_index)
 
         self.loop("streams", self.options.steps, parameters, self.stream_groups(parameters), step, kept)
-        return Trained(config, main | stream_tensors(model), model, self.accelerator.is_main_process)
+        return self.trained(config, main | stream_tensors(model), model)
+
+    def trained(self, config: StreamConfig, tensors: dict[str, Tensor], model: StreamModel) -> Trained:
+        return Trained(config, tensors, model, self.accelerator.is_main_process, self.rows, self.held_out)
 
     def joint(self) -> Trained:
         """Stage ``joint``: one LoRA for main and stream rows, α_j ramped up over the first half."""
@@ -338,7 +382,7 @@ class _Run:
         groups = [*self.stream_groups(own), {"params": list(shared.values()), "lr": self.options.main_learning_rate}]
         self.loop("joint", self.options.steps, own | shared, groups, step)
         tensors = main_tensors(wrapped) | stream_tensors(model)
-        return Trained(config, tensors, model, self.accelerator.is_main_process)
+        return self.trained(config, tensors, model)
 
     # Pieces of a step
 
@@ -354,6 +398,8 @@ class _Run:
             anchors = batch.anchors.to(entry.device).unsqueeze(2).expand(-1, -1, entry.shape[2])
             self.entry_rms = float(entry.gather(1, anchors).pow(2).mean(-1).sqrt().median())
             model.stream_vectors.copy_(torch.randn(model.stream_vectors.shape) * VECTOR_SCALE * self.entry_rms)
+        if self.start_streams is not None:
+            begin_streams(model, self.start_streams)
         for parameter in model.stream_parameters().values():
             parameter.data = parameter.data.float()
         return model
@@ -403,11 +449,14 @@ class _Run:
 
     # The loop
 
+    def pool(self, kept: int) -> list[int]:
+        """A fixed choice of ``kept`` rows, or all of them for 0."""
+        pool = list(range(len(self.rows)))
+        return sorted(random.Random(f"{self.options.seed}/kept").sample(pool, kept)) if 0 < kept < len(pool) else pool
+
     def plan(self, stage: str, epoch: int, kept: int = 0) -> list[list[int]]:
         """Batches of an epoch, over a fixed choice of ``kept`` rows, or over all for 0."""
-        pool = list(range(len(self.rows)))
-        if 0 < kept < len(pool):
-            pool = sorted(random.Random(f"{self.options.seed}/kept").sample(pool, kept))
+        pool = self.pool(kept)
         seed = self.options.seed * 1000 + len(stage)
         batches = plan_batches([self.lengths[i] for i in pool], self.options.batch_size, seed, epoch)
         return [[pool[i] for i in batch] for batch in batches]
@@ -540,6 +589,15 @@ def _rate(step: int, steps: int) -> float:
     if step < warm:
         return (step + 1) / warm
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warm) / max(1, steps - warm))))
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Of names and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

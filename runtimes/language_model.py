@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from specstream.models.errors import UserError
-from specstream.runtimes.adaptive import PRIOR_COSTS, AdaptiveBudget
+from specstream.runtimes.adaptive import AdaptiveBudget, prior_costs
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.drafters import Drafter, NoDrafter, StreamDrafter
 from specstream.runtimes.joined import PRIOR_WEIGHTS, JoinedDrafter
@@ -262,7 +262,7 @@ class LanguageModel:
         """The controller of this drafter's kind: what it has learned of earlier texts stays."""
         streams = drafter.uses_streams and self.session.num_streams > 0
         if streams not in self._controllers:
-            costs = self.profile.costs if self.profile is not None else PRIOR_COSTS
+            costs = self.profile.costs if self.profile is not None else prior_costs(self.manifest.quantization.scheme)
             self._controllers[streams] = AdaptiveBudget(costs, DEFAULT_BUDGET, streams)
         controller = self._controllers[streams]
         controller.new_text()

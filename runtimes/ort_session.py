@@ -19,6 +19,7 @@ import onnxruntime as ort
 from specstream.export import contract
 from specstream.models.errors import UserError
 from specstream.runtimes.bundle import Bundle
+from specstream.runtimes.processor import saturates
 from specstream.runtimes.session import DraftOutput, Rows, StepOutput
 from specstream.runtimes.tree import FloatArray
 
@@ -48,6 +49,11 @@ class OrtSession:
             raise UserError(f"capacity: {capacity} given, 1 to {model.context_length} (the model's context) expected")
         if bundle.manifest.contract.cache_dtype != "float32":
             raise UserError(f"{bundle.folder}: a {bundle.manifest.contract.cache_dtype} cache; this specstream runs float32")
+        if bundle.manifest.quantization.requires is not None and saturates():
+            raise UserError(
+                f"{bundle.folder}: its {bundle.manifest.quantization.scheme} weights need a processor with VNNI, which this one lacks: "
+                "results would be wrong. Quantize with --scheme int8 or int4 for it"
+            )
         self.threads = threads or usable_cores()
         self.capacity = capacity or model.context_length
         self.length = 0

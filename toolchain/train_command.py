@@ -26,6 +26,7 @@ from specstream.toolchain.report import json_option, write_report
 @click.option(
     "--main", "start_from", metavar="ADAPTER", help="A finished fine-tune to train streams on: an adapter of ours or of PEFT (LoRA)."
 )
+@click.option("--streams-from", metavar="ADAPTER", help="Begin with the streams of this adapter, made for another task.")
 @click.option("--valid", type=click.Path(path_type=Path), help="Held-out rows to calibrate streams on; every 50th row of DATA without it.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Rows a step, over all processes.")
 @click.option("--lr", "learning_rate", type=float, default=2e-3, show_default=True, help="Peak learning rate of the streams.")
@@ -46,6 +47,14 @@ from specstream.toolchain.report import json_option, write_report
 @click.option("--pair-rank", type=int, default=48, show_default=True, help="Rank of the head that re-scores by parent token (delayed).")
 @click.option("--prune-rank", type=int, default=0, show_default=True, help="Rank of the pruning adapter o_θ; 0: none.")
 @click.option("--kept-rows", type=int, default=2048, show_default=True, help="Rows for streams, their main states kept; 0: all, none kept.")
+@click.option(
+    "--self-distill",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="TOKENS",
+    help="Streams learn answers of the model itself, of so many tokens at most, to the prompts of DATA; 0: the answers in DATA.",
+)
 @click.option("--top-k", type=int, default=8, show_default=True, help="Candidates a stream returns (k).")
 @click.option("--draft-vocab", "draft_vocab_size", type=int, default=8192, show_default=True, help="Tokens streams choose from; 0 for all.")
 @click.option("--stream-decay", type=float, default=0.85, show_default=True, help="Loss weight of stream j+1 relative to stream j.")
@@ -70,6 +79,7 @@ def train(
     data: Path,
     out: Path,
     start_from: str | None,
+    streams_from: str | None,
     valid: Path | None,
     max_length: int,
     threads: int | None,
@@ -94,6 +104,7 @@ def train(
 
     require("train")
     folder = resolve_adapter(start_from) if start_from is not None else None
+    other = resolve_adapter(streams_from) if streams_from is not None else None
     for path in (data, valid):
         if path is not None and not path.is_file():
             raise click.UsageError(f"{path}: no such file; expected JSON lines with 'prompt' and 'completion'")
@@ -117,6 +128,7 @@ def train(
                 out,
                 checked,
                 start_from=folder,
+                streams_from=other,
                 valid=valid,
                 max_length=max_length,
                 data_license=data_license,

@@ -21,12 +21,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from specstream.models.base import TokenizerBundle
+    from specstream.models.config import StreamConfig
     from specstream.models.data import TokenRow
     from specstream.models.train import TrainOptions
     from specstream.runtimes.ngrams import NgramTable
 
 REPORT_SCHEMA = 1
-WORK_FILES = ("run.json", "main.pt", "checkpoint-main.pt", "checkpoint-streams.pt", "checkpoint-joint.pt")
+WORK_FILES = (
+    "run.json",
+    "main.pt",
+    "checkpoint-main.pt",
+    "checkpoint-streams.pt",
+    "checkpoint-joint.pt",
+    "distilled.jsonl",
+)
 PROMPT_TAIL = 4  # tokens of the prompt before an output, as far back as an n-gram's context reaches
 FREE_BYTES = 256 << 20  # checkpoints of a run hold three copies of the trained parameters
 
@@ -45,6 +53,7 @@ def train_adapter(
     options: TrainOptions,
     *,
     start_from: Path | None = None,
+    streams_from: Path | None = None,
     valid: Path | None = None,
     max_length: int = 1024,
     data_license: str | None = None,
@@ -61,6 +70,7 @@ def train_adapter(
         out: folder to make.
         options: the run.
         start_from: adapter folder whose fine-tune (``main.*``) the streams are trained on, or a PEFT LoRA folder.
+        streams_from: adapter folder whose streams training begins with.
         valid: held-out rows on which each stream's temperature is fitted; without it every 50th training row is held out.
         max_length: longer rows are left out.
         data_license: written on the card.
@@ -94,16 +104,24 @@ def train_adapter(
 
     from specstream.models.data import encode_rows, read_rows
 
-    rows = read_rows(data)
-    held = read_rows(valid) if valid is not None else []
+    # Nobody looks at completions when the model itself answers and there is no fine-tune to learn them.
+    needed = options.mode != "lossless" or not options.self_distill
+    rows = read_rows(data, needed)
+    held = read_rows(valid, needed) if valid is not None else []
 
     from specstream.models.base import identity, load_base, load_config, load_tokenizer, resolve_base
 
     source = resolve_base(model)
     config = load_config(source)
-    check_sizes(options, config)
+    sizes = check_sizes(options, config)
+    begin = None
+    if streams_from is not None:
+        from specstream.models.adapter import check_begin, load_adapter
+
+        begin = load_adapter(streams_from)
+        check_begin(sizes, begin.config, streams_from)
     tokenizer = load_tokenizer(source)
-    limit = min(max_length, int(config.max_position_embeddings))
+    limit = min(max_length, int(config.max_position_embeddings) - options.self_distill)
     encode_prompt, encode_text, stop_id = encoders(tokenizer)
     encoded, too_long = encode_rows(rows, encode_prompt, encode_text, stop_id, limit)
     if too_long:
@@ -115,6 +133,7 @@ def train_adapter(
     if (work / "run.json").exists():
         say(f"going on with the unfinished run in {work}")
 
+    from specstream.models.adapter import check_base
     from specstream.models.calibrate import fit_temperatures
     from specstream.models.train import train
 
@@ -122,10 +141,23 @@ def train_adapter(
     assert config.architectures
     known = identity(base, config.architectures[0])
     start = load_start(start_from, known, options) if start_from is not None else None
-    trained = train(base, known, encoded, work, options, start_from=start, progress=progress if primary else None)
+    if begin is not None:
+        assert streams_from is not None
+        check_base(begin, known, streams_from)
+    trained = train(
+        base,
+        known,
+        encoded,
+        work,
+        options,
+        start_from=start,
+        start_streams=begin,
+        held_out=held_rows[:200],
+        progress=progress if primary else None,
+    )
     if not trained.primary:
         return {}  # another process of this run writes the result
-    held_out = fit_temperatures(trained.model, held_rows[:200])
+    held_out = fit_temperatures(trained.model, trained.held_out)
     trained.tensors["streams.calibration"] = held_out.temperatures
 
     from specstream.models.adapter import Adapter, save_adapter
@@ -133,7 +165,8 @@ def train_adapter(
     from specstream.runtimes.ngrams import NGRAM_FILE
 
     save_adapter(work, trained.config, trained.tensors)
-    task_ngrams(encoded, known.vocab_size).save(work / NGRAM_FILE)
+    outputs = (encoded if needed else []) + (trained.rows if options.self_distill else [])
+    task_ngrams(outputs, known.vocab_size).save(work / NGRAM_FILE)
     plot_log(work / "train.jsonl", work / "train.png")
     adapter = Adapter(trained.config, trained.tensors)
     report: dict[str, Any] = {
@@ -146,10 +179,11 @@ def train_adapter(
         "seconds": seconds_spent(work / "train.jsonl"),
         "main_parameters": adapter.count("main"),
         "stream_parameters": adapter.count("streams"),
-        "held_out_rows": len(held_rows[:200]),
+        "held_out_rows": len(trained.held_out),
         "held_out_agreement": [round(x, 4) for x in held_out.agreement],
         "held_out_loss": [round(x, 4) for x in held_out.loss],
         "temperatures": [round(float(x), 4) for x in held_out.temperatures],
+        "streams_from": streams_from.name if streams_from is not None else None,
         "options": dataclasses.asdict(options),
         "command": command,
     }
@@ -179,8 +213,11 @@ def seconds_spent(log: Path) -> float:
     return round(sum(stages.values()), 1)
 
 
-def check_sizes(options: TrainOptions, config: PretrainedConfig) -> None:
+def check_sizes(options: TrainOptions, config: PretrainedConfig) -> StreamConfig:
     """Refuse streams that do not fit the model, before its weights load.
+
+    Returns:
+        Sizes of the streams; nothing of the base's identity.
 
     Raises:
         UserError: as :class:`StreamConfig`.
@@ -188,7 +225,7 @@ def check_sizes(options: TrainOptions, config: PretrainedConfig) -> None:
     from specstream.models.config import BaseIdentity
     from specstream.models.train import stream_config
 
-    stream_config(options, BaseIdentity("", "", config.hidden_size, config.num_hidden_layers, config.vocab_size), main_rank=0)
+    return stream_config(options, BaseIdentity("", "", config.hidden_size, config.num_hidden_layers, config.vocab_size), main_rank=0)
 
 
 def _silent(_line: str) -> None:
@@ -242,14 +279,16 @@ def card(report: dict[str, Any], data_name: str, data_license: str | None) -> st
     agreement = " ".join(f"{x:.2f}" for x in report["held_out_agreement"])
     loss = " ".join(f"{x:.2f}" for x in report["held_out_loss"])
     steps = f"{o['main_steps']} of the fine-tune, then {o['steps']} of the streams" if o["mode"] == "two-stage" else str(o["steps"])
+    own = f" (prompts only: the model's own answers of up to {o['self_distill']} tokens)" if o["self_distill"] else ""
     return f"""# Stream adapter for {report["model"]}
 
 | | |
 | --- | --- |
 | base | {report["model"]} |
 | mode | {report["mode"]} |
-| data | {data_name}, {report["rows"]} rows{f", {data_license}" if data_license else ""} |
+| data | {data_name}, {report["rows"]} rows{own}{f", {data_license}" if data_license else ""} |
 | steps | {steps}, batch {o["batch_size"]} |
+| streams began | {f"with those of {report['streams_from']}" if report["streams_from"] else "at random"} |
 | parameters | fine-tune {report["main_parameters"]:,}, streams {report["stream_parameters"]:,} |
 | held-out agreement of streams 1 to {o["num_streams"]} with the model's own choice | {agreement} |
 | held-out loss of each stream | {loss} |

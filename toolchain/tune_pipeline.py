@@ -28,7 +28,7 @@ from specstream.runtimes.text import TextCodec
 from specstream.runtimes.tree import StreamPolicy, chain, likeliest_last
 from specstream.toolchain.report import versions
 
-ROWS: Final = (1, 2, 4, 6, 8, 12, 16, 24)
+ROWS: Final = (1, 2, 4, 6, 8, 12, 16, 18, 24)  # kernels of 8-bit products take rows by sixes
 STREAM_ROWS: Final = (1, 2, 4)  # beside tree rows; a pass of delayed streams is always for one
 STREAMS_BESIDE: Final = 8  # rows of the calls in which streams beside rows are timed
 FIT_PROMPTS: Final = 8  # fewer say too little to fit weights to

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from specstream.models.adapter import Adapter, build_stream_model, load_adapter, save_adapter
+from specstream.models.adapter import Adapter, build_stream_model, load_adapter, merge_main, save_adapter
 from specstream.models.base import identity
 from specstream.models.calibrate import fit_temperatures
 from specstream.models.data import TokenRow
@@ -130,9 +130,58 @@ def test_streams_on_a_finished_fine_tune(tmp_path: Path) -> None:
     assert all(torch.equal(rest.tensors[name], whole.tensors[name]) for name in whole.tensors)
 
 
+def plainly_continued(base: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy, one token after the other, without a cache or padding."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        while len(ids) < len(prompt) + count and ids[-1] != 2:
+            ids.append(int(base(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids
+
+
+@pytest.mark.parametrize("mode", ["lossless", "two-stage"])
+def test_self_distilled_rows_are_what_the_frozen_model_says(mode: str, tmp_path: Path) -> None:
+    """Whatever the rows answer; after the fine-tune in two-stage mode; the same after a kill while they were made."""
+    options = dataclasses.replace(OPTIONS, mode=mode, self_distill=6, kept_rows=40, steps=4)
+    held_out = counting_rows(70)[-6:]
+    whole = run(tmp_path / "whole", options, held_out=held_out)
+    base = tiny_base("Llama")
+    if mode == "two-stage":
+        merge_main(base, Adapter(whole.config, whole.tensors))
+    assert (len(whole.rows), len(whole.held_out)) == (40, 6)
+    for row in (*whole.rows, *whole.held_out):
+        assert list(row.ids) == plainly_continued(base, list(row.ids[: row.start]), 6)
+    assert {row.ids[: row.start] for row in whole.rows} <= {row.ids[: row.start] for row in counting_rows()}
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", options, held_out=held_out, stop_after=1 + options.main_steps * (mode == "two-stage"))
+    made = tmp_path / "cut" / "distilled.jsonl"
+    batches = made.read_text().splitlines(keepends=True)
+    assert len(batches) == 2
+    made.write_text(batches[0] + batches[1][:20])  # as a kill within a line leaves it
+    resumed = run(tmp_path / "cut", options, held_out=held_out)
+    assert (resumed.rows, resumed.held_out) == (whole.rows, whole.held_out)
+    assert all(torch.equal(resumed.tensors[name], whole.tensors[name]) for name in whole.tensors)
+
+
+def test_streams_begin_with_those_of_another_run(tmp_path: Path) -> None:
+    """The first step already knows what they knew, and the run does not go on as one from the start."""
+    options = dataclasses.replace(OPTIONS, mode="lossless", steps=60)
+    first = run(tmp_path / "first", options)
+    given = Adapter(first.config, first.tensors)
+    fewer = dataclasses.replace(options, num_streams=1, seed=1)
+    second = run(tmp_path / "second", fewer, start_streams=given, stop_after=None)
+    assert second.tensors["streams.stream_vectors"].shape[0] == 1
+    from_start, begun = lines(tmp_path / "first"), lines(tmp_path / "second")
+    assert begun[0]["stream_loss"][0] < (from_start[0]["stream_loss"][0] + from_start[-1]["stream_loss"][0]) / 2
+    with pytest.raises(UserError, match="holds a run with other options"):
+        run(tmp_path / "second", fewer)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"mode": "shared", "self_distill": 8}, "self_distill needs a frozen base"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"main_rank": 0}, "two-stage needs"),
         ({"mode": "shared", "main_rank": 0}, "shared needs a main_rank"),

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specstream.models.errors import UserError
-from specstream.runtimes.adaptive import PRIOR_COSTS, AdaptiveBudget, BudgetController, CallCosts, FixedBudget
+from specstream.runtimes.adaptive import PRIOR_COSTS, AdaptiveBudget, BudgetController, CallCosts, FixedBudget, prior_costs
 from specstream.runtimes.tree import TokenTree, chain, path_probabilities
 
 CHEAP = CallCosts((1, 16), (1.0, 1.3), 0.1)
 DEAR = CallCosts((1, 2, 8, 16), (1.0, 1.6, 2.6, 4.0), 0.8)
-ALL_COSTS = (PRIOR_COSTS, CHEAP, DEAR)
+ALL_COSTS = (PRIOR_COSTS, prior_costs("int4"), CHEAP, DEAR)
 
 
 def run(

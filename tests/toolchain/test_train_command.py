@@ -67,6 +67,40 @@ def test_train_then_export(model_folder: Path, rows: Path, tmp_path: Path, capfd
     assert all(torch.equal(tensor, second_main[name]) for name, tensor in first_main.items())
 
 
+def test_prompts_alone_are_enough_to_self_distill(model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    """The model answers them itself; without that, rows need completions."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "adapter"
+    prompts.write_text("".join(json.dumps({"prompt": f"count {i}"}) + "\n" for i in range(24)))
+    asked = ["train", str(model_folder), str(prompts), str(out), *SIZES, "--mode", "lossless"]
+    assert run(asked) == 2
+    assert "'completion' must be a non-empty string" in capfd.readouterr().err
+    assert run([*asked, "--self-distill", "5"]) == 0
+    assert "the model's own answers of up to 5 tokens" in (out / "README.md").read_text()
+    assert not list(out.glob("distilled*"))
+
+
+def test_streams_of_other_sizes_are_no_beginning(
+    model_folder: Path,  # noqa: F811
+    rows: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["train", str(model_folder), str(rows)]
+    assert run([*asked, str(tmp_path / "first"), *SIZES, "--mode", "lossless"]) == 0
+    again = [*asked, str(tmp_path / "second"), "--streams-from", str(tmp_path / "first"), *SIZES, "--mode", "lossless"]
+    capfd.readouterr()
+    assert run([*again, "--stream-rank", "4", "--num-streams", "3"]) == 2
+    said = capfd.readouterr().err
+    assert "stream_rank 2, not 4" in said
+    assert "2 streams, 3 wanted" in said
+    assert run(again) == 0
+    first, second = (
+        [json.loads(line) for line in (tmp_path / name / "train.jsonl").read_text().splitlines()] for name in ("first", "second")
+    )
+    assert second[0]["stream_loss"] != first[0]["stream_loss"]
+    assert "with those of first" in (tmp_path / "second" / "README.md").read_text()
+
+
 def test_an_adapter_of_another_base_is_refused(
     model_folder: Path,  # noqa: F811
     rows: Path,
