@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,22 +63,22 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # (name, expected, whether it is so); no comparison with NaN holds.
-        rules = (
-            ("temperature", f"0 (greedy) or {LOWEST_TEMPERATURE} and more", lambda x: x == 0 or LOWEST_TEMPERATURE <= x < math.inf),
-            ("top_k", "a whole number from 0 (no limit)", lambda x: isinstance(x, int) and x >= 0),
-            ("top_p", "above 0, up to 1", lambda x: 0 < x <= 1),
+        # (name, expected, whether it is so); no comparison with NaN holds. The outer bounds keep scaled logits finite.
+        rules: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+            ("temperature", f"0 for greedy, or {LOWEST_TEMPERATURE} to 10000", lambda x: x == 0 or LOWEST_TEMPERATURE <= x <= 1e4),
+            ("top_k", "a whole number, 0 for no limit", lambda x: isinstance(x, int) and x >= 0),
+            ("top_p", "above 0, at most 1", lambda x: 0 < x <= 1),
             ("min_p", "0 to 1", lambda x: 0 <= x <= 1),
-            ("repetition_penalty", "above 0", lambda x: 0 < x < math.inf),
-            ("presence_penalty", "a number", math.isfinite),
-            ("frequency_penalty", "a number", math.isfinite),
-            ("seed", "a whole number from 0 to 2^64 - 1", lambda x: isinstance(x, int) and 0 <= x < 1 << 64),
+            ("repetition_penalty", "0.01 to 100, 1 for none", lambda x: 0.01 <= x <= 100),
+            ("presence_penalty", "-100 to 100, 0 for none", lambda x: -100 <= x <= 100),
+            ("frequency_penalty", "-100 to 100, 0 for none", lambda x: -100 <= x <= 100),
+            ("seed", "a whole number of 64 bits, from 0", lambda x: isinstance(x, int) and 0 <= x < 1 << 64),
         )
         problems = []
         for name, expected, holds in rules:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
-                problems.append(f"{name} {value!r} ({expected})")
+                problems.append(f"{name} is {value!r}, expected {expected}")
         if problems:
             raise UserError(f"sampling: {'; '.join(problems)}")
 

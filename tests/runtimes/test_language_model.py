@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specstream.models.errors import UserError
-from specstream.runtimes import GenerationResult, LanguageModel, load
+from specstream.runtimes import GenerationResult, LanguageModel, Sampling, load
 from specstream.runtimes.drafters import DraftContext
 from specstream.runtimes.language_model import stream_policy
 from specstream.runtimes.tree import TokenTree, chain
@@ -87,6 +87,48 @@ def test_json_keys_are_those_of_the_design(lm: LanguageModel) -> None:
         "dropped",
         "sampling",
     ]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(seed=1),
+        Sampling(0.4, seed=2),
+        Sampling(1.5, top_k=20, seed=3),
+        Sampling(0.8, top_p=0.9, min_p=0.01, seed=4),
+        Sampling(0.7, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, seed=5),
+        Sampling(0.0, frequency_penalty=0.7),
+    ],
+    ids=str,
+)
+def test_sampled_text_is_the_same_with_any_draft(lm: LanguageModel, sampling: Sampling) -> None:
+    prompt = lm.prompt_ids("the cat")
+    plain = lm.generate(prompt, 30, draft="none", sampling=sampling)
+    assert plain.sampling == sampling
+    assert plain.token_ids != lm.generate(prompt, 30, draft="none").token_ids
+    accepted = 0
+    for draft in ("auto", "streams", "lookup", Right([*prompt, *plain.token_ids])):
+        for budget in (3, 9):
+            result = lm.generate(prompt, 30, draft=draft, budget=budget, sampling=sampling)  # type: ignore[arg-type]
+            assert (result.token_ids, result.text, result.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
+            accepted += result.accepted
+    assert accepted >= 2 * (plain.tokens - 1) // 2
+    pieces = list(lm.stream(prompt, 30, sampling=sampling))
+    assert "".join(pieces) == plain.text
+
+
+def test_seeds_make_texts_differ(lm: LanguageModel) -> None:
+    texts = {lm.generate("the cat", 12, sampling=Sampling(seed=seed)).token_ids for seed in range(8)}
+    assert len(texts) == 8
+
+
+def test_settings_in_the_report(lm: LanguageModel) -> None:
+    sampling = Sampling(0.9, top_k=7, seed=11)
+    report = json.loads(json.dumps(lm.generate("hi", 3, sampling=sampling).to_json()))
+    assert Sampling.from_json(report["sampling"]) == sampling
+    greedy = lm.generate("hi", 3, sampling=Sampling(0.0, top_k=7))
+    assert greedy.sampling is None
+    assert greedy.token_ids == lm.generate("hi", 3).token_ids
 
 
 def test_three_forms_of_a_prompt(lm: LanguageModel) -> None:

@@ -44,7 +44,8 @@ def compare_with_plain(
         assert maker is not None
         # What would follow the end is known as well, so that drafts may run past stop tokens and limits.
         longer = FakeModel(capacity=200)
-        truth = prompt + emitted(list(speculate(longer, prompt, NoDrafter(), max_new_tokens=150)))
+        chosen = {"sampling": options.get("sampling")}
+        truth = prompt + emitted(list(speculate(longer, prompt, NoDrafter(), max_new_tokens=150, **chosen)))  # type: ignore[arg-type]
         drafter = maker(truth)
     blocks = list(speculate(model, prompt, drafter, budget=controller, policy=policy, **options))  # type: ignore[arg-type]
     assert emitted(blocks) == emitted(plain)

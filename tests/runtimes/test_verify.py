@@ -6,20 +6,24 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specstream.models.errors import UserError
 from specstream.runtimes.drafters import NoDrafter, StreamDrafter
+from specstream.runtimes.sampling import NO_HISTORY, History, Sampling, pick
 from specstream.runtimes.session import Rows, StepOutput
 from specstream.runtimes.speculate import speculate
-from specstream.runtimes.verify import compare_rows, verify
+from specstream.runtimes.verify import NEAR_TIE, compare_rows, could_win, verify
 
 from .fake_model import FakeModel
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 
 
-def plain(prompt: list[int], count: int = 20) -> list[int]:
-    return [t for block in speculate(FakeModel(), prompt, NoDrafter(), max_new_tokens=count) for t in block.tokens]
+def plain(prompt: list[int], count: int = 20, sampling: Sampling | None = None) -> list[int]:
+    blocks = speculate(FakeModel(), prompt, NoDrafter(), max_new_tokens=count, sampling=sampling)
+    return [t for block in blocks for t in block.tokens]
 
 
 class Flipping(FakeModel):
@@ -85,6 +89,77 @@ def test_near_ties_are_told_from_differences(gap: float, near: bool) -> None:
         assert mismatch.logits[0] - mismatch.logits[1] == pytest.approx(gap, abs=1e-6)
         assert mismatch.against == "plain"
     json.dumps(report.to_json())
+
+
+SAMPLING = Sampling(0.7, top_k=30, repetition_penalty=1.1, seed=5)
+
+
+def test_sampled_text_is_compared_with_plain_sampled_text() -> None:
+    report = verify(FakeModel(skill=0.7), PROMPTS, StreamDrafter(), max_new_tokens=20, sampling=SAMPLING)
+    assert report.passed
+    assert (report.tokens, report.differences, report.near_ties) == (80, 0, 0)
+    assert report.tokens_per_call is not None
+    assert report.tokens_per_call > 1
+
+
+class Drifting(FakeModel):
+    """In calls of several rows, each logit is off by up to ``error``."""
+
+    def __init__(self, error: float) -> None:
+        super().__init__(skill=0.5)
+        self.error = error
+
+    def run(self, rows: Rows, logits: bool = False) -> StepOutput:
+        output = super().run(rows, logits)
+        if logits and len(rows.input_ids) > 1 and len(rows.logit_rows) > 1:
+            assert output.logits is not None
+            drift = np.random.default_rng(len(self.calls)).uniform(-self.error, self.error, output.logits.shape)
+            output = dataclasses.replace(output, logits=(output.logits + drift).astype(np.float32))
+        return output
+
+
+def test_near_ties_of_sampled_texts() -> None:
+    """Errors of fp32's size change little, and what they change is a near-tie; larger errors make differences."""
+    sampling = Sampling(2.0, top_p=0.6, seed=3)
+    prompts = [[1, 2, i] for i in range(40)]
+    small = verify(Drifting(4e-4), prompts, StreamDrafter(), max_new_tokens=40, sampling=sampling)
+    assert small.near_ties > 0
+    assert small.differences == 0
+    large = verify(Drifting(0.2), prompts, StreamDrafter(), max_new_tokens=20, sampling=sampling)
+    assert large.differences > 20
+    for mismatch in large.mismatches:
+        truth = plain(prompts[mismatch.prompt], sampling=sampling)
+        assert mismatch.other == mismatch.best[0] == truth[mismatch.position]
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.integers(0, 20),
+    top_p=st.sampled_from([0.2, 0.6, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 0.5]),
+    penalty=st.sampled_from([0.7, 1.0, 1.5]),
+)
+def test_what_could_win_covers_every_small_error(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    # Many logits lie so close together that errors swap them, at the filters' bounds too.
+    logits = (np.round(rng.standard_normal(50) * 2) + rng.uniform(0, 1e-3, 50)).astype(np.float32)
+    sampling = Sampling(temperature, top_k, top_p, min_p, penalty, seed=seed)
+    history = History([1, 2], [3, 4])
+    possible = could_win(logits, 9, history, sampling)
+    assert pick(logits, 9, history, sampling) in possible
+    for _ in range(20):
+        error = rng.choice([-1, 1], 50) * NEAR_TIE / 2 * 0.999
+        assert pick(logits.astype(np.float64) + error, 9, history, sampling) in possible
+    assert temperature > 0 or len(possible) < 50
+
+
+def test_what_could_win_is_seldom_more_than_the_winner() -> None:
+    logits = (np.random.default_rng(0).standard_normal(1000) * 3).astype(np.float32)
+    counts = [len(could_win(logits, position, NO_HISTORY, Sampling(top_p=0.9))) for position in range(200)]
+    assert sum(count > 1 for count in counts) < 6
 
 
 def test_a_reference_is_compared_too() -> None:
