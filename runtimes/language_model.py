@@ -11,6 +11,7 @@ from typing import Any, Literal
 from specstream.models.errors import UserError
 from specstream.runtimes.adaptive import AdaptiveBudget, prior_costs
 from specstream.runtimes.bundle import Bundle
+from specstream.runtimes.coreml_session import ComputeUnits, CoreMLSession
 from specstream.runtimes.drafters import Drafter, NoDrafter, StreamDrafter
 from specstream.runtimes.joined import PRIOR_WEIGHTS, JoinedDrafter
 from specstream.runtimes.lookup import SuffixIndex, fold_vocabulary
@@ -19,7 +20,7 @@ from specstream.runtimes.ngrams import NGRAM_FILE, NgramTable
 from specstream.runtimes.ort_session import OrtSession, usable_cores
 from specstream.runtimes.profile import DeviceProfile, load_profile
 from specstream.runtimes.sampling import Sampling
-from specstream.runtimes.session import Session
+from specstream.runtimes.session import NEAR_TIE, Session
 from specstream.runtimes.speculate import FinishReason, speculate
 from specstream.runtimes.text import Message, TextCodec
 from specstream.runtimes.tree import StreamPolicy, every_row, likeliest_last, only_root
@@ -285,24 +286,49 @@ def stream_policy(stream_rows: StreamRows) -> StreamPolicy:
 
 
 def load(
-    path: str | os.PathLike[str], threads: int | None = None, capacity: int | None = None, check: bool = True, profile: bool = True
+    path: str | os.PathLike[str],
+    threads: int | None = None,
+    capacity: int | None = None,
+    check: bool = True,
+    profile: bool = True,
+    compute_units: ComputeUnits = "all",
 ) -> LanguageModel:
     """Open a bundle.
 
     Args:
         path: the bundle's folder.
-        threads: for the graph's operators; left out, what the device profile says, else all usable cores.
-        capacity: rows of cache to allocate at once and never exceed; grows as needed when left out.
+        threads: for the graph's operators; left out, what the device profile says, else all usable cores. ONNX bundles only.
+        capacity: rows of cache to allocate at once and never exceed; grows as needed when left out. In a Core ML bundle the cache has
+            the size that it was exported with, and this is a lower limit.
         check: compare the hash of every file.
         profile: use what ``specstream tune`` found out about this bundle on this device, if it did.
+        compute_units: where Core ML may run: ``all``, ``cpu``, ``cpu-gpu`` or ``cpu-ne``; for Core ML bundles only.
 
     Raises:
         UserError: no bundle, a damaged one or a damaged profile, or arguments that make no sense.
     """
     bundle = Bundle.load(path, check=check)
     codec = TextCodec.from_bundle(bundle)
-    found = load_profile(bundle.manifest, usable_cores()) if profile else None
+    found = load_profile(bundle.manifest, usable_cores()) if profile and bundle.manifest.contract.coreml is None else None
     if threads is None and found is not None:
         threads = found.threads
     ngrams = NgramTable.load(bundle.path(NGRAM_FILE), bundle.manifest.model.vocab_size) if bundle.has(NGRAM_FILE) else None
-    return LanguageModel(bundle.manifest, OrtSession(bundle, threads=threads, capacity=capacity), codec, found, ngrams)
+    return LanguageModel(bundle.manifest, open_session(bundle, threads, capacity, compute_units), codec, found, ngrams)
+
+
+def open_session(
+    bundle: Bundle, threads: int | None = None, capacity: int | None = None, compute_units: ComputeUnits = "all"
+) -> OrtSession | CoreMLSession:
+    """The session of a bundle's kind; arguments as for :func:`load`.
+
+    Raises:
+        UserError: it cannot be loaded, or arguments that make no sense.
+    """
+    contract = bundle.manifest.contract
+    if contract.coreml is None:
+        return OrtSession(bundle, threads=threads, capacity=capacity)
+    if threads is not None:
+        raise UserError(f"threads: {bundle.folder} is a Core ML bundle, whose threads are the system's; leave --threads out")
+    parity = bundle.manifest.parity
+    near_tie = NEAR_TIE if parity is None or parity.near_tie is None else parity.near_tie
+    return CoreMLSession(bundle.path(bundle.manifest.graph), contract.coreml, capacity, compute_units, near_tie)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from specstream.export.contract import CONTRACT_VERSION, Profile
+from specstream.export.contract import CONTRACT_VERSION
+from specstream.export.coreml_contract import CoreMLContract
 from specstream.models.config import Placement
 from specstream.models.errors import UserError
 
@@ -60,10 +61,21 @@ class StreamInfo:
 
 @dataclass(frozen=True)
 class ContractInfo:
+    """Which contract the graph holds. ``profile`` is ``coreml`` for a Core ML package, whose sizes are in ``coreml``."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"coreml"})  # keys that manifests of earlier versions lack
+
     version: int
-    profile: Profile
+    profile: Literal["ort", "portable", "coreml"]
     opset: int
     cache_dtype: str
+    coreml: CoreMLContract | None = None
+
+    def __post_init__(self) -> None:
+        if (self.profile == "coreml") != (self.coreml is not None):
+            raise UserError(
+                f"contract: profile {self.profile} and coreml {'missing' if self.coreml is None else 'given'} do not go together"
+            )
 
 
 @dataclass(frozen=True)
@@ -113,11 +125,17 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Parity:
-    """How the graph agreed with PyTorch when it was exported; ``cases`` has the figures of each case."""
+    """How the graph agreed with PyTorch when it was exported; ``cases`` has the figures of each case.
+
+    ``near_tie`` is how close two logits must be for rounding to decide between them; None where it is that of fp32.
+    """
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"near_tie"})  # keys that manifests of earlier versions lack
 
     top1_agreement: float
     max_abs_diff: float
     cases: dict[str, Any]
+    near_tie: float | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from specstream.export import contract
 from specstream.models.errors import UserError
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.processor import saturates
-from specstream.runtimes.session import DraftOutput, Rows, StepOutput
+from specstream.runtimes.session import NEAR_TIE, PROMPT_CHUNK, DraftOutput, Rows, StepOutput
 from specstream.runtimes.tree import FloatArray
 
 Sizes = dict[str, dict[int, int]]  # of a graph's value, by name and axis
@@ -61,6 +61,10 @@ class OrtSession:
         self.num_streams = streams.num_streams if streams else 0
         self.top_k = streams.top_k if streams else 0
         self.delayed = streams is not None and streams.placement == "delayed"
+        self.prompt_chunk = PROMPT_CHUNK
+        self.max_tree_rows = self.capacity
+        self.max_stream_rows = 0 if self.delayed or not self.num_streams else self.capacity
+        self.near_tie = NEAR_TIE
         self._layers = model.num_layers
         self._hidden = model.hidden_size
         self._cache_shape = (model.num_kv_heads, model.head_dim)

@@ -13,7 +13,8 @@ import numpy as np
 
 from specstream.runtimes.tree import BoolArray, FloatArray, IntArray, TokenTree
 
-PROMPT_CHUNK = 256  # rows of a prompt in one call: bounds activations, costs nothing in speed
+PROMPT_CHUNK = 256  # rows of a prompt in one call where the backend takes any: bounds activations, costs nothing in speed
+NEAR_TIE = 1e-3  # the two best logits closer than this: fp32 rounding decides between them
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -80,6 +81,10 @@ class Session(Protocol):
         num_streams: γ; 0 for a model without streams.
         delayed: whether streams run in a pass of their own (:meth:`draft`) and not beside rows of a call.
         top_k: k candidates of each stream.
+        prompt_chunk: rows of a prompt in one call at most.
+        max_tree_rows: rows of a tree in one call at most.
+        max_stream_rows: rows of one call that may carry streams.
+        near_tie: how close two logits must be for the backend's rounding to decide between them.
     """
 
     @property
@@ -94,6 +99,14 @@ class Session(Protocol):
     def top_k(self) -> int: ...
     @property
     def delayed(self) -> bool: ...
+    @property
+    def prompt_chunk(self) -> int: ...
+    @property
+    def max_tree_rows(self) -> int: ...
+    @property
+    def max_stream_rows(self) -> int: ...
+    @property
+    def near_tie(self) -> float: ...
 
     def run(self, rows: Rows, logits: bool = False) -> StepOutput:
         """One call. Arrays of the result are valid until the next call.
@@ -150,14 +163,14 @@ def tree_rows(tree: TokenTree, past: int, stream_rows: IntArray = _NO_ROWS) -> R
 
 
 def prefill(
-    session: Session, prompt_ids: Sequence[int], streams: bool = False, chunk: int = PROMPT_CHUNK, logits: bool = False
+    session: Session, prompt_ids: Sequence[int], streams: bool = False, chunk: int | None = None, logits: bool = False
 ) -> StepOutput:
     """Run and commit a prompt, of which the first ``session.length`` tokens are in the cache already.
 
     Args:
         prompt_ids: the whole prompt, at least one token longer than the cache.
         streams: whether its last token carries streams (only there: nothing else of a prompt is drafted from).
-        chunk: rows of one call at most.
+        chunk: rows of one call at most; what the session says when left out.
         logits: whether to return the last row's.
 
     Returns:
@@ -165,6 +178,7 @@ def prefill(
     """
     if not session.length < len(prompt_ids) <= session.capacity:
         raise ValueError(f"{len(prompt_ids)} tokens of prompt, {session.length} in the cache, capacity {session.capacity}")
+    chunk = session.prompt_chunk if chunk is None else min(chunk, session.prompt_chunk)
     while True:
         past = session.length
         tokens = prompt_ids[past : past + chunk]

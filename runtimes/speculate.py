@@ -15,8 +15,8 @@ from specstream.models.errors import UserError
 from specstream.runtimes.adaptive import BudgetController, FixedBudget
 from specstream.runtimes.drafters import DraftContext, Drafter, Streams
 from specstream.runtimes.sampling import NO_HISTORY, History, Sampling, pick
-from specstream.runtimes.session import PROMPT_CHUNK, Session, StepOutput, prefill, tree_rows
-from specstream.runtimes.tree import StreamPolicy, TokenTree, every_row, root_only
+from specstream.runtimes.session import Session, StepOutput, prefill, tree_rows
+from specstream.runtimes.tree import StreamPolicy, TokenTree, every_row, likeliest_last, root_only
 
 FinishReason = Literal["stop", "length"]
 
@@ -121,7 +121,7 @@ def speculate(
     budget: int | BudgetController = 16,
     max_new_tokens: int = 256,
     stop_ids: Collection[int] = (),
-    chunk: int = PROMPT_CHUNK,
+    chunk: int | None = None,
     sampling: Sampling | None = None,
 ) -> Iterator[Block]:
     """Generate after a prompt. The text is that of plain decoding, whatever the drafter proposes.
@@ -136,7 +136,7 @@ def speculate(
         budget: main rows of a call at most, the root included; or what decides it before each call.
         max_new_tokens: tokens to emit at most.
         stop_ids: tokens that end the text, wherever in an accepted block they are.
-        chunk: rows of the prompt in one call.
+        chunk: rows of the prompt in one call at most; what the session says when left out.
         sampling: how tokens are chosen; left out, greedily.
 
     Returns:
@@ -164,7 +164,7 @@ def _blocks(
     controller: BudgetController,
     max_new_tokens: int,
     stop_ids: Collection[int],
-    chunk: int,
+    chunk: int | None,
     sampling: Sampling | None,
 ) -> Iterator[Block]:
     draft_streams = drafter.uses_streams and session.num_streams > 0
@@ -185,7 +185,7 @@ def _blocks(
 
     while reason is None:
         past, left, room = session.length, end - len(tokens), session.capacity - session.length
-        context = DraftContext(tokens, streams, min(budget, room), left - 1)
+        context = DraftContext(tokens, streams, min(budget, room, session.max_tree_rows), left - 1)
         tree, dropped = root_only(context.root), 0
         if context.budget > 1:
             tree, dropped = sanitise(drafter.propose(context), context, session.vocab_size)
@@ -195,6 +195,8 @@ def _blocks(
         if draft_streams and budget > 1 and left > 1 and not session.delayed:
             fits = (room - len(tree)) // session.num_streams
             stream_rows = (policy(tree) if len(tree) > 1 else every_row(tree))[:fits]
+            if len(stream_rows) > session.max_stream_rows:
+                stream_rows = likeliest_last(session.max_stream_rows)(tree)[:fits]
         output = session.run(tree_rows(tree, past, stream_rows), logits=draws)
 
         next_ids: NextIds = output.next_ids if sampler is None else SampledIds(sampler, output, tree)

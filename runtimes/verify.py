@@ -14,11 +14,9 @@ import numpy.typing as npt
 from specstream.models.errors import UserError
 from specstream.runtimes.drafters import Drafter, NoDrafter
 from specstream.runtimes.sampling import History, Sampling, scale, scores, smallest_allowed
-from specstream.runtimes.session import Session, prefill, tree_rows
+from specstream.runtimes.session import NEAR_TIE, Session, prefill, tree_rows
 from specstream.runtimes.speculate import Block, speculate
 from specstream.runtimes.tree import FloatArray, StreamPolicy, TokenTree, chain, every_row, root_only
-
-NEAR_TIE = 1e-3  # the two best logits closer than this: fp32 rounding decides between them
 
 # A reference's greedy continuation: (prompt ids, tokens at most) -> the emitted ids, a stop token included.
 Reference = Callable[[Sequence[int], int], Sequence[int]]
@@ -37,7 +35,7 @@ class Mismatch:
         best: the two best tokens of a plain call at this place.
         logits: their logits; of sampled texts, their scores (scaled logits + noise).
         near_tie: whether the difference is one that rounding may make: the two differing tokens are the two best, closer than
-            ``NEAR_TIE``; of sampled texts, both are among :func:`could_win`.
+            the session's ``near_tie``; of sampled texts, both are among :func:`could_win`.
     """
 
     prompt: int
@@ -162,7 +160,7 @@ def verify(
         near_ties=near_ties,
         flip_rate=sum(m.against == "plain" for m in mismatches) / tokens,
         tokens_per_call=decoded / calls if calls else None,
-        rows_independent=max(row_differences) < NEAR_TIE and not rows_flipped,
+        rows_independent=max(row_differences) < session.near_tie and not rows_flipped,
         rows_max_abs_diff=max(row_differences),
         reference="plain" if reference is None else reference_name,
         mismatches=tuple(mismatches),
@@ -185,7 +183,7 @@ def compare_rows(session: Session, prompt: Sequence[int], continuation: Sequence
     session.rewind(0)
     prefill(session, prompt)
     # Both trees must fit; a decoy row precedes each row of the chain but the root.
-    depth = min(len(continuation), (session.capacity - session.length + 1) // 2)
+    depth = min(len(continuation), (min(session.capacity - session.length, session.max_tree_rows) + 1) // 2)
     if depth < 1:
         return 0.0, False
     alone = chain(continuation[0], continuation[1:depth])
@@ -194,7 +192,7 @@ def compare_rows(session: Session, prompt: Sequence[int], continuation: Sequence
     second = _all_logits(session, mixed)[rows]
     best, other = first.argmax(axis=1), second.argmax(axis=1)
     row = np.arange(len(best))
-    flipped = bool((first[row, best] - first[row, other] >= NEAR_TIE).any())
+    flipped = bool((first[row, best] - first[row, other] >= session.near_tie).any())
     return float(np.abs(first - second).max()), flipped
 
 
@@ -240,9 +238,9 @@ def _examine(
     first, second = (int(i) for i in np.argsort(-values, kind="stable")[:2])
     pair = [text[place] if place < len(text) else None for text in (speculative, other)]
     if sampling is None:
-        near_tie = float(values[first] - values[second]) < NEAR_TIE and set(pair) == {first, second}
+        near_tie = float(values[first] - values[second]) < session.near_tie and set(pair) == {first, second}
     else:
-        near_tie = set(pair) <= could_win(logits[0], position, history, sampling)
+        near_tie = set(pair) <= could_win(logits[0], position, history, sampling, session.near_tie)
     return Mismatch(
         prompt=number,
         position=place,
@@ -255,14 +253,16 @@ def _examine(
     )
 
 
-def could_win(logits: FloatArray, position: int, history: History, sampling: Sampling) -> set[int]:
-    """Tokens that sampling may choose when every logit is off by up to half of ``NEAR_TIE``. Arguments as of :func:`pick`.
+def could_win(
+    logits: FloatArray, position: int, history: History, sampling: Sampling, near_tie: float = NEAR_TIE
+) -> set[int]:
+    """Tokens that sampling may choose when every logit is off by up to half of ``near_tie``. Arguments as of :func:`pick`.
 
     The error may also let a token through a filter or keep it out. So the winner is no worse than the best of those that pass the
     filters whatever the error is, and one of those that pass them with some error.
     """
     penalty = sampling.repetition_penalty
-    error = NEAR_TIE / 2 * max(penalty, 1 / penalty) / (sampling.temperature or 1.0)
+    error = near_tie / 2 * max(penalty, 1 / penalty) / (sampling.temperature or 1.0)
     scaled = scale(logits, history, sampling)
     if sampling.temperature == 0:
         return set(np.flatnonzero(scaled >= scaled.max() - 2 * error).tolist())

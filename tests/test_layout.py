@@ -22,9 +22,15 @@ ALLOWED = {
     "toolchain": set(FOLDERS),
 }
 # `runtimes` goes to devices: only modules that import nothing heavy.
-LIGHT = {"specstream.models.errors", "specstream.models.folders", "specstream.models.config", "specstream.export.contract"}
+LIGHT = {
+    "specstream.models.errors",
+    "specstream.models.folders",
+    "specstream.models.config",
+    "specstream.export.contract",
+    "specstream.export.coreml_contract",
+}
 
-HEAVY = ("torch", "transformers", "onnx", "onnxscript", "optimum", "accelerate", "gguf", "safetensors")
+HEAVY = ("torch", "transformers", "onnx", "onnxscript", "optimum", "accelerate", "gguf", "safetensors", "coremltools", "sklearn")
 
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 

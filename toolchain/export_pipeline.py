@@ -13,12 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specstream.export import contract
-from specstream.models.errors import CheckFailed
+from specstream.export.coreml_contract import TREE_ROWS, plan_functions
+from specstream.models.errors import CheckFailed, UserError
+from specstream.models.fetch import HUB_IDS
 from specstream.runtimes.bundle import BundleWriter, sha256
 from specstream.runtimes.manifest import (
     ContractInfo,
@@ -36,14 +38,44 @@ from specstream.runtimes.text import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from specstream.export.coreml_package import PackageMetadata
     from specstream.export.sizes import ModelSizes
     from specstream.models.adapter import Adapter
-    from specstream.models.base import License, TokenizerBundle
+    from specstream.models.base import BaseSource, License, TokenizerBundle
+    from specstream.models.stream_model import StreamModel
 
 SPARE_BYTES = 64 << 20  # beside the weights: graph, tokenizer, the adapter's part
 TOOLS = ("specstream-toolchain", "torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
+COREML_TOOLS = ("specstream-toolchain", "torch", "transformers", "coremltools")
+PACKAGE = "model.mlpackage"
+COREML_CAPACITY = 1024  # rows of text in the states of a Core ML package, unless asked for otherwise
 PARITY_TEXT = "List the names of all museums that opened after 1990, newest first. Answer with one SQL query and nothing else."
 REFERENCE = "reference.npz"
+
+Format = Literal["onnx", "coreml"]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The model in the bundle's form, compared with PyTorch.
+
+    Attributes:
+        graph: its file or folder in the bundle.
+        streams_graph: file of the delayed streams' own pass, where it has one.
+        contract: what the manifest says of it.
+        scheme: how its weights are stored.
+        weight_bytes: a shared weight once.
+        parity: the comparison, see :func:`specstream.export.parity.check`.
+        figures: what only this form's report has.
+    """
+
+    graph: str
+    streams_graph: str | None
+    contract: ContractInfo
+    scheme: str
+    weight_bytes: int
+    parity: dict[str, Any]
+    figures: dict[str, Any]
 
 
 def export_bundle(
@@ -53,6 +85,9 @@ def export_bundle(
     profile: contract.Profile = "ort",
     force: bool = False,
     progress: Callable[[str], None] | None = None,
+    format: Format = "onnx",
+    capacity: int = COREML_CAPACITY,
+    tree_rows: tuple[int, ...] = TREE_ROWS,
 ) -> dict[str, Any]:
     """Export a model, with streams when an adapter is given, and compare the graph with PyTorch in a process of its own.
 
@@ -60,13 +95,16 @@ def export_bundle(
         model: hub id, folder, ``.gguf`` file or short name.
         out: folder to make.
         adapter: folder of streams trained on this model.
-        profile: operators of the graph.
+        profile: operators of an ONNX graph.
         force: replace ``out`` when it is a bundle already.
         progress: called with the name of each step.
+        format: of the model in the bundle.
+        capacity: rows of text that a Core ML package can hold.
+        tree_rows: rows of its functions for trees.
 
     Returns:
         The report: ``seconds``, ``peak_rss_bytes`` (of this process), ``weight_bytes``, ``bundle_bytes``, ``parity``, ``model``,
-        ``profile``, ``opset``, ``operators``, ``passes``.
+        ``format``, ``profile``, ``opset``, ``operators``; ``passes`` for ONNX, ``functions``, ``capacity`` and ``slots`` for Core ML.
 
     Raises:
         UserError: bad input.
@@ -87,6 +125,8 @@ def export_bundle(
         from specstream.models.adapter import check_base, load_adapter
 
         sizes = read_sizes(config)
+        if format == "coreml":
+            _check_coreml(capacity, tree_rows, sizes)
         fused = load_adapter(adapter) if adapter is not None else None
         if fused is not None:
             assert adapter is not None
@@ -99,8 +139,12 @@ def export_bundle(
                 vocab_size=sizes.vocab_size,
             )
             check_base(fused, like, adapter)
-        again = fused.config.stream_layers / sizes.num_layers if fused is not None and fused.config.placement == "delayed" else 0.0
-        writer.reserve(round(4 * _count_parameters(config) * (1 + again)) + SPARE_BYTES)
+        delayed = fused is not None and fused.config.placement == "delayed"
+        if format == "coreml":  # each function is a package of 16 bits before they are joined
+            times = 2 * (1 + len(plan_functions(tree_rows, fused is not None and not delayed)) + delayed)
+        else:
+            times = 4 * (1 + (fused.config.stream_layers / sizes.num_layers if fused is not None and delayed else 0.0))
+        writer.reserve(round(times * _count_parameters(config)) + SPARE_BYTES)
 
         say("loading weights")
         base, tokenizer = load_base(source)
@@ -110,45 +154,38 @@ def export_bundle(
             check_base(fused, known, adapter)
         parameters = sum(p.numel() for p in base.parameters())
 
-        from specstream.export.parity import write_reference
-        from specstream.export.trace import GRAPH_FILE, OPSET, STREAMS_FILE, export_graph, export_streams
         from specstream.models.adapter import build_stream_model
 
-        stream_model = build_stream_model(base, fused)
-        say("running PyTorch for comparison")
+        stream_models = [build_stream_model(base, fused)]
+        del base
         prompt = [int(token) for token in tokenizer.tokenizer(PARITY_TEXT).input_ids]
-        write_reference(stream_model, prompt, writer.path(REFERENCE))
-        say("tracing and writing the graph")
-        info = export_graph(stream_model, writer.folder, profile)
-        weight_bytes = info.weight_bytes
-        delayed = fused is not None and fused.config.placement == "delayed"
-        if delayed:
-            weight_bytes += export_streams(stream_model, writer.folder, profile).weight_bytes
-        del base, stream_model
-        gc.collect()
-
-        say("comparing the graph with PyTorch")
-        parity = _run_parity(writer.path(GRAPH_FILE), writer.path(REFERENCE), writer.path(STREAMS_FILE) if delayed else None)
-        writer.path(REFERENCE).unlink()
+        license_ = load_license(source)
+        model_info = _model_info(source.name, architecture, known.fingerprint, sizes, parameters, license_)
+        tokenizer_info = TokenizerInfo(tuple(tokenizer.stop_ids), tokenizer.bos_id, tokenizer.chat_template is not None)
+        if format == "coreml":
+            about = _coreml_metadata(source, model_info, _stream_info(fused, adapter, None), tokenizer_info)
+            written = _write_coreml(writer, stream_models, prompt, capacity, tree_rows, about, say)
+        else:
+            written = _write_onnx(writer, stream_models, prompt, profile, say)
 
         say("writing the bundle")
         _write_tokenizer(writer, tokenizer)
         if adapter is not None and (adapter / NGRAM_FILE).is_file():
             ngrams = NgramTable.load(adapter / NGRAM_FILE, sizes.vocab_size)
             ngrams.save(writer.path(NGRAM_FILE))
-        license_ = load_license(source)
         writer.path("LICENSE").write_text(_license_note(source.name, license_), encoding="utf-8")
-        written = sum(file.stat().st_size for file in writer.folder.rglob("*") if file.is_file())
-        cost = ExportCost(time.monotonic() - begun, peak_rss_bytes(), weight_bytes, written)
+        total = sum(file.stat().st_size for file in writer.folder.rglob("*") if file.is_file())
+        cost = ExportCost(time.monotonic() - begun, peak_rss_bytes(), written.weight_bytes, total)
+        parity = written.parity
         manifest = Manifest(
-            model=_model_info(source.name, architecture, known.fingerprint, sizes, parameters, license_),
-            streams=_stream_info(fused, adapter, STREAMS_FILE if delayed else None),
-            contract=ContractInfo(contract.CONTRACT_VERSION, profile, OPSET, "float32"),
-            quantization=QuantizationInfo("fp32"),
-            tokenizer=TokenizerInfo(tuple(tokenizer.stop_ids), tokenizer.bos_id, tokenizer.chat_template is not None),
-            graph=GRAPH_FILE,
-            tools={name: importlib.metadata.version(name) for name in TOOLS},
-            parity=Parity(parity["top1_agreement"], parity["max_abs_diff"], parity["cases"]),
+            model=model_info,
+            streams=_stream_info(fused, adapter, written.streams_graph),
+            contract=written.contract,
+            quantization=QuantizationInfo(written.scheme),
+            tokenizer=tokenizer_info,
+            graph=written.graph,
+            tools={name: importlib.metadata.version(name) for name in (COREML_TOOLS if format == "coreml" else TOOLS)},
+            parity=Parity(parity["top1_agreement"], parity["max_abs_diff"], parity["cases"], parity.get("near_tie")),
             export=cost,
         )
         writer.finish(manifest)
@@ -157,12 +194,108 @@ def export_bundle(
         "parity": {key: parity[key] for key in ("top1_agreement", "max_abs_diff", "near_ties", "cases")},
         "model": source.name,
         "adapter": str(adapter) if adapter is not None else None,
-        "profile": profile,
-        "scheme": "fp32",
-        "opset": OPSET,
-        "operators": info.operators,
-        "passes": info.passes,
+        "format": format,
+        "profile": written.contract.profile,
+        "scheme": written.scheme,
+        "opset": written.contract.opset,
+        **written.figures,
     }
+
+
+def _write_onnx(
+    writer: BundleWriter, models: list[StreamModel], prompt: list[int], profile: contract.Profile, say: Callable[[str], None]
+) -> _Written:
+    """Graph and weights. ``models`` holds the one model and is emptied, so that the comparison has its memory."""
+    from specstream.export.parity import write_reference
+    from specstream.export.trace import GRAPH_FILE, OPSET, STREAMS_FILE, export_graph, export_streams
+
+    model = models.pop()
+    delayed = model.config is not None and model.config.placement == "delayed"
+    say("running PyTorch for comparison")
+    write_reference(model, prompt, writer.path(REFERENCE))
+    say("tracing and writing the graph")
+    info = export_graph(model, writer.folder, profile)
+    weight_bytes = info.weight_bytes
+    if delayed:
+        weight_bytes += export_streams(model, writer.folder, profile).weight_bytes
+    del model
+    gc.collect()
+    say("comparing the graph with PyTorch")
+    arguments = [writer.path(GRAPH_FILE), writer.path(REFERENCE)]
+    options = ["--streams", str(writer.path(STREAMS_FILE))] if delayed else []
+    parity = _run_parity("ONNX Runtime", ["specstream.export.parity", *map(str, arguments), *options])
+    writer.path(REFERENCE).unlink()
+    made = ContractInfo(contract.CONTRACT_VERSION, profile, OPSET, "float32")
+    figures = {"operators": info.operators, "passes": info.passes}
+    return _Written(GRAPH_FILE, STREAMS_FILE if delayed else None, made, "fp32", weight_bytes, parity, figures)
+
+
+def _check_coreml(capacity: int, tree_rows: tuple[int, ...], sizes: ModelSizes) -> None:
+    """Refuse what can be refused before weights load.
+
+    Raises:
+        UserError: rows or a capacity that make no sense; coremltools is missing.
+    """
+    from specstream.runtimes.coreml_import import import_coremltools
+
+    plan_functions(tree_rows, fused_streams=False)
+    least, most = max(tree_rows), sizes.context_length
+    if not least <= capacity <= most:
+        raise UserError(f"capacity: {capacity} given, {least} (rows of the largest tree) to {most} (the model's context) expected")
+    import_coremltools()
+
+
+def _write_coreml(
+    writer: BundleWriter,
+    models: list[StreamModel],
+    prompt: list[int],
+    capacity: int,
+    tree_rows: tuple[int, ...],
+    about: PackageMetadata,
+    say: Callable[[str], None],
+) -> _Written:
+    """The package. ``models`` as for :func:`_write_onnx`."""
+    from specstream.export.coreml_contract import FUSED_STREAM_ROWS
+    from specstream.export.coreml_trace import OPSET, export_package, plan_contract
+    from specstream.export.parity import write_reference
+
+    model = models.pop()
+    sizes = plan_contract(model, capacity, tree_rows)
+    say("running PyTorch for comparison")
+    write_reference(model, prompt[: capacity // 2], writer.path(REFERENCE), FUSED_STREAM_ROWS)
+    info = export_package(model, writer.path(PACKAGE), sizes, about, lambda name: say(f"converting {name}"))
+    del model
+    gc.collect()
+    say("comparing the package with PyTorch")
+    sizes_file = writer.path("sizes.json")
+    sizes_file.write_text(json.dumps(asdict(sizes)), encoding="utf-8")
+    arguments = [writer.path(PACKAGE), sizes_file, writer.path(REFERENCE)]
+    parity = _run_parity("the package's session", ["specstream.toolchain.coreml_parity", *map(str, arguments)])
+    writer.path(REFERENCE).unlink()
+    sizes_file.unlink()
+    made = ContractInfo(contract.CONTRACT_VERSION, "coreml", OPSET, "float16", sizes)
+    names = [function.name for function in sizes.functions] + [sizes.draft] * (sizes.draft is not None)
+    figures = {"operators": info.operators, "functions": names, "capacity": sizes.capacity, "slots": sizes.slots}
+    return _Written(PACKAGE, None, made, "fp16", info.weight_bytes, parity, figures)
+
+
+def _coreml_metadata(source: BaseSource, model: ModelInfo, streams: StreamInfo | None, tokenizer: TokenizerInfo) -> PackageMetadata:
+    """What the package says of itself; the contract is added when it is written."""
+    from specstream.export.coreml_package import TOKENIZER_KEY, PackageMetadata
+
+    keys = {"specstream.model": model, "specstream.streams": streams, "specstream.tokenizer": tokenizer}
+    user_defined = {key: json.dumps(asdict(value), sort_keys=True) for key, value in keys.items() if value is not None}
+    tokenizer_id = source.name if source.kind == "hub" else HUB_IDS.get(source.name)
+    if tokenizer_id is not None:
+        user_defined[TOKENIZER_KEY] = tokenizer_id
+    speculation = f", with {streams.num_streams} speculative streams" if streams is not None else ""
+    return PackageMetadata(
+        short_description=f"{model.name} ({model.architecture}){speculation}: several functions over one pair of states",
+        author=f"made from {model.name} by specstream",
+        license=model.license or "not stated by the weights",
+        version=importlib.metadata.version("specstream-toolchain"),
+        user_defined=user_defined,
+    )
 
 
 def _count_parameters(config: PretrainedConfig) -> int:
@@ -176,18 +309,21 @@ def _count_parameters(config: PretrainedConfig) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-def _run_parity(graph: Path, reference: Path, streams: Path | None = None) -> dict[str, Any]:
-    """Compare in a process of its own: what it loads does not add to this one's memory, and a crash of the runtime is a result."""
+def _run_parity(runtime: str, arguments: list[str]) -> dict[str, Any]:
+    """Compare in a process of its own: what it loads does not add to this one's memory, and a crash of the runtime is a result.
+
+    Args:
+        runtime: its name, for messages.
+        arguments: the module to run and what it takes.
+    """
     # -P: a file in the user's folder must not be taken for a module of ours.
-    command = [sys.executable, "-P", "-m", "specstream.export.parity", str(graph), str(reference)]
-    command += ["--streams", str(streams)] if streams is not None else []
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    child = subprocess.run([sys.executable, "-P", "-m", *arguments], capture_output=True, text=True, check=False)
     try:
         result: dict[str, Any] = json.loads(child.stdout)
     except json.JSONDecodeError:
         lines = child.stderr.strip().splitlines()
         ended = f"ended by signal {-child.returncode}" if child.returncode < 0 else f"ended with code {child.returncode}"
-        raise CheckFailed(f"parity: ONNX Runtime could not run the graph ({ended}): {lines[-1] if lines else 'no message'}") from None
+        raise CheckFailed(f"parity: {runtime} could not run the graph ({ended}): {lines[-1] if lines else 'no message'}") from None
     if not result["ok"]:
         failed = ", ".join(name for name, case in result["cases"].items() if not case["ok"])
         raise CheckFailed(

@@ -9,6 +9,8 @@ from typing import Final
 EXTRA_OF: Final[dict[str, str]] = {
     **dict.fromkeys(("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "optimum", "accelerate", "gguf", "safetensors"), "export"),
     "matplotlib": "train",
+    "coremltools": "coreml",
+    "sklearn": "coreml",
 }
 
 

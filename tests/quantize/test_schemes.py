@@ -219,7 +219,7 @@ def test_rows_are_independent(scheme: str, folder: Path, samples: dict[str, dict
     """What verify's row check finds, and what a change of the siblings' tokens alone does, agree with what the schemes state."""
     from specstream.runtimes.bundle import Bundle
     from specstream.runtimes.ort_session import OrtSession
-    from specstream.runtimes.verify import NEAR_TIE
+    from specstream.runtimes.session import NEAR_TIE
     from specstream.runtimes.verify import compare_rows as compare_with_decoys
     from specstream.toolchain.quantize_quality import compare_rows
 

@@ -49,6 +49,7 @@ class FakeModel:
         self.num_streams = num_streams
         self.top_k = top_k
         self.capacity = capacity
+        self.prompt_chunk, self.max_tree_rows, self.max_stream_rows, self.near_tie = 256, capacity, capacity, 1e-3
         self.length = 0
         self.cache = [mix(slot, 1) for slot in range(capacity)]
         self.calls: list[Rows] = []
