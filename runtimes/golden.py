@@ -22,7 +22,7 @@ from specstream.runtimes.drafters import DraftContext, Drafter, Streams
 from specstream.runtimes.joined import JoinedDrafter, JoinWeights
 from specstream.runtimes.manifest import decode
 from specstream.runtimes.sampling import NO_HISTORY, History, Sampling, scores
-from specstream.runtimes.session import PROMPT_CHUNK, DraftOutput, Rows, Session, StepOutput, prompt_rows, tree_rows
+from specstream.runtimes.session import DraftOutput, Rows, Session, StepOutput, prompt_rows, tree_rows
 from specstream.runtimes.speculate import Block, FinishReason, Sampler, accept, sanitise, speculate
 from specstream.runtimes.text import TextCodec
 from specstream.runtimes.tree import StreamPolicy, TokenTree, only_root, root_only
@@ -206,6 +206,9 @@ class Golden:
         num_layers, num_kv_heads, head_dim, hidden_size, vocab_size: of the model.
         capacity: rows of cache.
         prompt_chunk: rows of a prompt's call at most.
+        max_tree_rows: rows of a tree at most.
+        max_stream_rows: rows of a call that may carry streams.
+        near_tie: logits closer than this may change places by rounding in the same backend.
         stop_ids: tokens that end a text.
         bos_id: None for tokenizers without one.
         scheme: of the weights.
@@ -226,6 +229,9 @@ class Golden:
     vocab_size: int
     capacity: int
     prompt_chunk: int
+    max_tree_rows: int
+    max_stream_rows: int
+    near_tie: float
     stop_ids: tuple[int, ...]
     bos_id: int | None
     scheme: str
@@ -280,7 +286,6 @@ def record(
     max_new_tokens: int,
     sampling: Sampling | None = None,
     policy: StreamPolicy = only_root,
-    chunk: int = PROMPT_CHUNK,
 ) -> Trace:
     """Generate after a prompt and keep everything.
 
@@ -308,7 +313,6 @@ def record(
         budget=budget,
         max_new_tokens=max_new_tokens,
         stop_ids=codec.stop_ids,
-        chunk=chunk,
         sampling=sampling,
     )
     for block in blocks:
@@ -514,9 +518,7 @@ class _Call:
             return ()
         return tuple(
             StreamsOut(int(self.rows.position_ids[row]), row, None, _id_matrix(ids), _matrix(logprobs), None)
-            for row, ids, logprobs in zip(
-                self.rows.stream_rows.tolist(), self.output.stream_ids, self.output.stream_logprobs, strict=True
-            )
+            for row, ids, logprobs in zip(self.rows.stream_rows.tolist(), self.output.stream_ids, self.output.stream_logprobs, strict=True)
         )
 
 
@@ -528,6 +530,8 @@ class _Recorder:
         self.calls: list[_Call] = []
         self.capacity, self.vocab_size = session.capacity, session.vocab_size
         self.num_streams, self.top_k, self.delayed = session.num_streams, session.top_k, session.delayed
+        self.prompt_chunk, self.near_tie = session.prompt_chunk, session.near_tie
+        self.max_tree_rows, self.max_stream_rows = session.max_tree_rows, session.max_stream_rows
 
     @property
     def length(self) -> int:

@@ -253,9 +253,7 @@ def _examine(
     )
 
 
-def could_win(
-    logits: FloatArray, position: int, history: History, sampling: Sampling, near_tie: float = NEAR_TIE
-) -> set[int]:
+def could_win(logits: FloatArray, position: int, history: History, sampling: Sampling, near_tie: float = NEAR_TIE) -> set[int]:
     """Tokens that sampling may choose when every logit is off by up to half of ``near_tie``. Arguments as of :func:`pick`.
 
     The error may also let a token through a filter or keep it out. So the winner is no worse than the best of those that pass the

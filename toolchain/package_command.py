@@ -16,7 +16,9 @@ from specstream.toolchain.report import json_option, write_report
 @click.option("--capacity", type=int, metavar="ROWS", help="Rows of cache to check and measure with.  [default: 1024]")
 @click.option("--max-size", metavar="SIZE", help="Fail when the package is larger, e.g. 300MB.")
 @click.option("--max-memory", metavar="SIZE", help="Fail when weights, cache and what else a process holds are more.")
-@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help='JSON lines with "prompt" for the traces.  [default: three]')
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), metavar="FILE", help='JSON lines with "prompt" for the traces.  [default: three]'
+)
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, help="Take the first prompts only.")
 @click.option("--force", is_flag=True, help="Replace OUT and OUT.zip if OUT is a package or bundle already.")
 @json_option

@@ -22,17 +22,18 @@ from typing import Any, Final, get_args
 
 from specstream.models.errors import CheckFailed, UserError
 from specstream.runtimes.bundle import Bundle, BundleWriter
+from specstream.runtimes.coreml_session import has_core_ml
 from specstream.runtimes.drafters import Drafter
 from specstream.runtimes.golden import GOLDEN_FILE, Golden, Trace, record, replay
 from specstream.runtimes.joined import PRIOR_WEIGHTS
-from specstream.runtimes.language_model import LanguageModel, stream_policy
+from specstream.runtimes.language_model import LanguageModel, open_session, stream_policy
 from specstream.runtimes.manifest import FileEntry, Manifest, PackageInfo, Target
 from specstream.runtimes.ngrams import NGRAM_FILE, NgramTable
 from specstream.runtimes.profile import bundle_id
 from specstream.runtimes.sampling import Sampling
-from specstream.runtimes.session import PROMPT_CHUNK, Session
+from specstream.runtimes.session import Session
 from specstream.runtimes.text import TextCodec
-from specstream.toolchain import replay_script
+from specstream.toolchain import golden_replay, replay_script
 from specstream.toolchain.archive import pack
 from specstream.toolchain.package_page import PAGE_FILE, page
 from specstream.toolchain.zoo import adapter_with
@@ -98,7 +99,8 @@ class Budget:
         if self.memory is not None and memory.total > self.memory:
             before = "" if memory.overhead is not None else ", before any overhead"
             raise CheckFailed(
-                f"over the memory budget of {_mb(self.memory)}: {memory}{before}; quantize the bundle, lower --capacity, or raise --max-memory"
+                f"over the memory budget of {_mb(self.memory)}: {memory}{before}; "
+                "quantize the bundle, lower --capacity, or raise --max-memory"
             )
 
 
@@ -161,28 +163,25 @@ def package_bundle(
     budget.check_memory(Memory(sum(bundle.path(name).stat().st_size for name in _model_files(bundle)), cache))
     with BundleWriter(out, force=force, archive=pack) as writer:
         writer.reserve(2 * sum(entry.bytes for entry in bundle.manifest.files) + SCRATCH_BYTES)
-        make = {"android": _write_android, "linux-arm64": _write_linux}
-        manifest = make[wanted](bundle, writer, say)
+        manifest = _write_android(bundle, writer, say) if wanted == "android" else _copy(bundle, writer, say)
         info = PackageInfo(wanted, rows, bundle_id(bundle.manifest))
         manifest = dataclasses.replace(manifest, package=info, files=_found(writer.folder))
         _write_licences(bundle, writer)
         say("recording traces")
-        golden = _record(Bundle(writer.folder, manifest), rows, prompts)
-        writer.path(GOLDEN_FILE).write_text(golden.to_json(), encoding="utf-8")
-        if wanted != "linux-arm64":  # whose graphs are the bundle's own
+        traces = _record(Bundle(writer.folder, manifest), rows, prompts)
+        writer.path(GOLDEN_FILE).write_text(traces.to_json(), encoding="utf-8")
+        if wanted == "android":  # the others' graphs are the bundle's own
             say("comparing with the bundle")
-            _compare(bundle, golden, rows)
-        writer.path(REPLAY_FILE).write_bytes(Path(replay_script.__file__).read_bytes())
-        writer.path(PAGE_FILE).write_text(page(manifest, golden), encoding="utf-8")
+            _compare(bundle, traces, rows)
+        if wanted != "ios":
+            writer.path(REPLAY_FILE).write_bytes(Path(replay_script.__file__).read_bytes())
+        writer.path(PAGE_FILE).write_text(page(manifest, traces, _names(writer.folder)), encoding="utf-8")
         say("replaying the traces in a fresh process")
         sealed = writer.seal(manifest)
-        result = _replay_alone(writer.folder)
-        peak = int(result["peak_rss_bytes"])
+        peak = _replay_alone(sealed)
         weights = sum(sealed.path(name).stat().st_size for name in _loaded_files(sealed))
         memory = Memory(weights, cache, max(peak - weights - cache, 0) if peak else None)
         budget.check_size(sum(file.stat().st_size for file in writer.folder.rglob("*") if file.is_file()))
-        if budget.memory is not None and not peak:
-            raise UserError("--max-memory: this system does not say how much memory a process has held")
         budget.check_memory(memory)
         say("packing")
         final = writer.finish(manifest)
@@ -193,7 +192,7 @@ def package_bundle(
         "archive_bytes": writer.archive.stat().st_size,
         "memory": dataclasses.asdict(memory) | {"total": memory.total},
         "capacity": rows,
-        "traces": [_summary(trace) for trace in golden.traces],
+        "traces": [_summary(trace) for trace in traces.traces],
         "operators": _operator_lines(out / OPERATORS_FILE) if final.has(OPERATORS_FILE) else None,
         "model": manifest.model.name,
         "scheme": manifest.quantization.scheme,
@@ -201,10 +200,10 @@ def package_bundle(
 
 
 def cache_bytes(manifest: Manifest, rows: int) -> int:
-    """Bytes of keys and values of all layers."""
-    model = manifest.model
+    """Bytes of keys and values of all layers; a Core ML package has its states whole, whatever is used of them."""
+    model, coreml = manifest.model, manifest.contract.coreml
     width = {"float32": 4, "float16": 2, "int8": 1}[manifest.contract.cache_dtype]
-    return model.num_layers * 2 * model.num_kv_heads * model.head_dim * width * rows
+    return model.num_layers * 2 * model.num_kv_heads * model.head_dim * width * (rows if coreml is None else coreml.slots)
 
 
 def _check_form(bundle: Bundle, target: Target) -> None:
@@ -212,7 +211,7 @@ def _check_form(bundle: Bundle, target: Target) -> None:
     manifest = bundle.manifest
     if manifest.package is not None:
         raise UserError(f"{bundle.folder}: is a package for {manifest.package.target} already; package the bundle that it was made of")
-    is_onnx = manifest.graph.endswith(".onnx")
+    is_onnx = manifest.contract.coreml is None
     if target == "ios" and is_onnx:
         raise UserError(f"{bundle.folder}: an ONNX bundle, and ios needs a Core ML one: specstream export MODEL OUT --format coreml")
     if target != "ios" and not is_onnx:
@@ -220,10 +219,14 @@ def _check_form(bundle: Bundle, target: Target) -> None:
 
 
 def _capacity(bundle: Bundle, asked: int | None) -> int:
-    context = bundle.manifest.model.context_length
-    if asked is not None and not 1 <= asked <= context:
-        raise UserError(f"--capacity: {asked} given, 1 to {context} (the model's context) expected")
-    return min(DEFAULT_CAPACITY, context) if asked is None else asked
+    coreml = bundle.manifest.contract.coreml
+    most = bundle.manifest.model.context_length if coreml is None else coreml.capacity
+    if asked is not None and not 1 <= asked <= most:
+        why = "the model's context" if coreml is None else "what the bundle was exported with"
+        raise UserError(f"--capacity: {asked} given, 1 to {most} ({why}) expected")
+    if asked is None:
+        return min(DEFAULT_CAPACITY, most) if coreml is None else most
+    return asked
 
 
 def graph_names(manifest: Manifest) -> list[str]:
@@ -234,7 +237,10 @@ def graph_names(manifest: Manifest) -> list[str]:
 
 def _model_files(bundle: Bundle) -> set[str]:
     """Graphs and the files that hold their weights."""
-    return set(graph_names(bundle.manifest)) | {entry.path for entry in bundle.manifest.files if entry.path.endswith(".onnx.data")}
+    files = [entry.path for entry in bundle.manifest.files]
+    if bundle.manifest.contract.coreml is not None:
+        return {path for path in files if path.startswith(f"{bundle.manifest.graph}/")}
+    return set(graph_names(bundle.manifest)) | {path for path in files if path.endswith(".onnx.data")}
 
 
 def _loaded_files(bundle: Bundle) -> set[str]:
@@ -243,14 +249,19 @@ def _loaded_files(bundle: Bundle) -> set[str]:
     return set(names) if names[0].endswith(".ort") else _model_files(bundle)
 
 
+def _names(folder: Path) -> set[str]:
+    """What lies in a folder."""
+    return {path.name for path in folder.iterdir()}
+
+
 def _found(folder: Path) -> tuple[FileEntry, ...]:
     """Files written so far; nobody compares hashes of these."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return tuple(FileEntry(file.relative_to(folder).as_posix(), "", file.stat().st_size) for file in files)
 
 
-def _write_linux(bundle: Bundle, writer: BundleWriter, say: Callable[[str], None]) -> Manifest:
-    """The bundle's own files: ``specstream generate`` runs the package as it is."""
+def _copy(bundle: Bundle, writer: BundleWriter, say: Callable[[str], None]) -> Manifest:
+    """The bundle's own files: ``specstream generate`` runs the package as it is, and an app takes the Core ML package in it."""
     say("copying the bundle")
     for entry in bundle.manifest.files:
         shutil.copyfile(bundle.path(entry.path), writer.path(entry.path))
@@ -309,9 +320,7 @@ def _write_licences(bundle: Bundle, writer: BundleWriter) -> None:
 
 
 def _open(bundle: Bundle, rows: int) -> Session:
-    from specstream.runtimes.ort_session import OrtSession
-
-    return OrtSession(bundle, threads=1, capacity=rows)
+    return open_session(bundle, threads=1 if bundle.manifest.contract.coreml is None else None, capacity=rows)
 
 
 def _record(bundle: Bundle, rows: int, prompts: Sequence[str]) -> Golden:
@@ -348,7 +357,9 @@ def _record(bundle: Bundle, rows: int, prompts: Sequence[str]) -> Golden:
     for number, prompt in enumerate(prompts):
         room = rows - len(codec.encode(prompt))
         if room < 1:
-            raise UserError(f"prompt {number + 1} has {rows - room} tokens, the package's cache {rows} rows; shorten it or raise --capacity")
+            raise UserError(
+                f"prompt {number + 1} has {rows - room} tokens, the package's cache {rows} rows; shorten it or raise --capacity"
+            )
         if number == 0:
             add(number, "none", 1)
         for draft, size in kinds:
@@ -370,40 +381,61 @@ def _record(bundle: Bundle, rows: int, prompts: Sequence[str]) -> Golden:
         hidden_size=manifest.model.hidden_size,
         vocab_size=manifest.model.vocab_size,
         capacity=rows,
-        prompt_chunk=PROMPT_CHUNK,
+        prompt_chunk=session.prompt_chunk,
+        max_tree_rows=min(session.max_tree_rows, rows),
+        max_stream_rows=min(session.max_stream_rows, rows),
+        near_tie=session.near_tie,
         stop_ids=tuple(sorted(codec.stop_ids)),
         bos_id=manifest.tokenizer.bos_id,
         scheme=manifest.quantization.scheme,
-        recorded_on={"machine": platform.machine(), "onnxruntime": importlib.metadata.version("onnxruntime")},
+        recorded_on=_recorded_on(manifest),
         traces=tuple(traces),
     )
 
 
-def _compare(bundle: Bundle, golden: Golden, rows: int) -> None:
+def _compare(bundle: Bundle, recorded: Golden, rows: int) -> None:
     """Replay the package's traces with the bundle that it was made of."""
     session = _open(bundle, rows)
-    differences = [difference for trace in golden.traces for difference in replay(session, golden, trace)]
+    differences = [difference for trace in recorded.traces for difference in replay(session, recorded, trace)]
     if differences:
         raise CheckFailed(f"the package does not say what the bundle says: {differences[0]}; nothing was written")
 
 
-def _replay_alone(folder: Path) -> dict[str, Any]:
-    """Run the package's own script, which needs ONNX Runtime and NumPy only.
+def _recorded_on(manifest: Manifest) -> dict[str, str]:
+    """What the traces' numbers depend on."""
+    if manifest.contract.coreml is None:
+        return {"machine": platform.machine(), "onnxruntime": importlib.metadata.version("onnxruntime")}
+    if has_core_ml():
+        return {"machine": platform.machine(), "core_ml": f"macOS {platform.mac_ver()[0]}"}
+    return {"machine": platform.machine(), "core_ml": "reference evaluator of specstream, no Core ML"}
+
+
+def _replay_alone(package: Bundle) -> int:
+    """Replay the traces in a process of its own: by the package's own script, which needs ONNX Runtime and NumPy only, or through the
+    session of a Core ML package.
+
+    Returns:
+        Bytes which that process had held at most when it had loaded the model and answered one prompt; 0 where that says nothing of a
+        device: the system does not tell, or the reference evaluator stood in for Core ML.
 
     Raises:
         CheckFailed: it found a difference, or did not run.
     """
-    child = subprocess.run([sys.executable, "-P", str(folder / REPLAY_FILE), "--json"], capture_output=True, text=True, check=False)
+    script = [str(package.folder / REPLAY_FILE)] if package.has(REPLAY_FILE) else ["-m", golden_replay.__name__, str(package.folder)]
+    # The evaluator repeats itself, and takes its time: one text shows that the files are whole and the traces theirs.
+    short = ["--traces", "1"] if package.manifest.contract.coreml is not None and not has_core_ml() else []
+    child = subprocess.run([sys.executable, "-P", *script, "--json", *short], capture_output=True, text=True, check=False)
     try:
         result: dict[str, Any] = json.loads(child.stdout)
     except json.JSONDecodeError:
         lines = child.stderr.strip().splitlines()
         ended = f"ended by signal {-child.returncode}" if child.returncode < 0 else f"ended with code {child.returncode}"
-        raise CheckFailed(f"{REPLAY_FILE} {ended}: {lines[-1] if lines else 'no message'}; nothing was written") from None
+        raise CheckFailed(f"the replay {ended}: {lines[-1] if lines else 'no message'}; nothing was written") from None
     different = [trace for trace in result["traces"] if trace["difference"]]
     if different:
-        raise CheckFailed(f"{GOLDEN_FILE} does not replay in a fresh process: {different[0]['name']}, {different[0]['difference']}")
-    return result
+        first = different[0]
+        raise CheckFailed(f"{GOLDEN_FILE} does not replay in a fresh process: {first['name']}, {first['difference']}; nothing was written")
+    return 0 if short else int(result["peak_rss_bytes"])
 
 
 def _run(module: str, *arguments: str) -> None:
