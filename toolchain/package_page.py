@@ -139,7 +139,8 @@ def _android() -> str:
         )
         + _item(
             "-",
-            "The cache: for each layer a direct `ByteBuffer` for keys and one for values, an `OnnxTensor` over each, given to `run` both as",
+            "The cache: for each layer a direct `ByteBuffer` for keys and one for values, an `OnnxTensor` over",
+            "each, given to `run` both as",
             "the input `past_key_values.N.*` and as the pinned output `present.N.*`: new rows are written in place, nothing is copied.",
         )
         + _item(
@@ -162,15 +163,18 @@ def _ios(manifest: Manifest) -> str:
     return (
         "## Load it\n\n"
         + _text(
-            "Load one `MLModel` per function (`MLModelConfiguration.functionName`) from the one package, and one `MLState` with `makeState()`:",
-            "all functions share weights and states. A call of fewer rows than a function has is padded: any token, position `past_length`,",
+            "Load one `MLModel` per function (`MLModelConfiguration.functionName`) from the one package, and one",
+            "`MLState` with `makeState()`:",
+            "all functions share weights and states. A call of fewer rows than a function has is padded: any",
+            "token, position `past_length`,",
             "and a mask in which padding sees itself alone. Choose the smallest function that holds the rows.",
         )
         + "\n"
         + _table(rows, ("function", "holds"))
         + "\n"
         + _text(
-            "The cache is in the states, which only calls can write. So rows that were accepted are moved by the *next* call, before anything",
+            "The cache is in the states, which only calls can write. So rows that were accepted are moved by the",
+            "*next* call, before anything",
             f"else it does: slot `commit_start + i` gets what slot `commit_rows[i]` holds, {coreml.commit_width} slots at a time;",
             "where nothing moves, `commit_rows[i]` is `commit_start + i` itself.",
         )
@@ -186,12 +190,14 @@ def _loop(golden: Golden, ios: bool) -> str:
         _item(
             "1.",
             f"**Prompt.** Render the chat template, tokenize, run in chunks of at most {golden.prompt_chunk} rows: `input_ids` [1, T],",
-            "`position_ids` [1, T] (from the committed length on), `tree_mask` [T, T] (the lower triangle), `past_length` [1], `logit_rows`",
+            "`position_ids` [1, T] (from the committed length on), `tree_mask` [T, T] (the lower triangle),",
+            "`past_length` [1], `logit_rows`",
             f"(the last row){carried}. Commit every row. `next_ids[0]` is the first token.",
         ),
         _item(
             "2.",
-            "**Tree.** Row 0 is the last token of the text, which is not in the cache yet; then the likeliest chain of drafts, then the rest,",
+            "**Tree.** Row 0 is the last token of the text, which is not in the cache yet; then the likeliest",
+            "chain of drafts, then the rest,",
             "parents before children. `position_ids` are committed rows + depth; in `tree_mask` a row sees its ancestors and itself;",
             "all rows are scored. Without drafts the tree is row 0 alone: plain decoding.",
         ),
@@ -203,7 +209,8 @@ def _loop(golden: Golden, ios: bool) -> str:
         ),
         _item(
             "4.",
-            "**Accept.** From row 0, go to the child whose token equals `next_ids` of the row you are at, while there is one. The tokens to",
+            "**Accept.** From row 0, go to the child whose token equals `next_ids` of the row you are at, while",
+            "there is one. The tokens to",
             "emit are `next_ids` of the accepted rows, one at least; cut behind a stop token. To sample, take the keyed sample of a row's",
             "logits (docs/sampling.md of specstream) in place of its `next_ids`: the text is then the same with any drafts.",
         ),
@@ -217,9 +224,11 @@ def _loop(golden: Golden, ios: bool) -> str:
         entries.append(
             _item(
                 "6.",
-                "**Draft.** Run the streams' pass once: `entry_state` is the last committed row's part of `entry_states`, `root_id` the last",
+                "**Draft.** Run the streams' pass once: `entry_state` is the last committed row's part of",
+                "`entry_states`, `root_id` the last",
                 f"token, `past_length` the committed rows. It needs {golden.num_streams} rows of room behind them, for scratch.",
-                "Grow the next tree from `stream_ids` and `stream_logprobs`, best first by path probability. With `stream_pairs`, candidate b",
+                "Grow the next tree from `stream_ids` and `stream_logprobs`, best first by path probability. With",
+                "`stream_pairs`, candidate b",
                 "below candidate a has log-probability l_b + s_ab, renormalised with the rest of the distribution as one more outcome.",
             )
         )
@@ -227,8 +236,10 @@ def _loop(golden: Golden, ios: bool) -> str:
         entries.append(
             _item(
                 "6.",
-                "**Draft.** `stream_ids` and `stream_logprobs` of the last accepted row that carried streams are the next drafts, best first",
-                "by path probability. Stream j is about the token j places after the one that its row predicts: skip as many as the text has",
+                "**Draft.** `stream_ids` and `stream_logprobs` of the last accepted row that carried streams are the",
+                "next drafts, best first",
+                "by path probability. Stream j is about the token j places after the one that its row predicts: skip",
+                "as many as the text has",
                 "gone past.",
             )
         )
@@ -247,13 +258,16 @@ def _checking(golden: Golden, ios: bool) -> str:
         + _text(
             "In an app, feed the `prompt_ids` of a trace and compare after every call: the tree's `tokens`, `parents` and `positions`,",
             "`next_ids`, `accepted`, `emitted`, `length`, and the `streams` that came out; at the end `token_ids` and `text`. Trees of",
-            "traces with draft *streams* follow from the streams alone. Those of *joined* and *lookup* follow from n-grams and from the text",
+            "traces with draft *streams* follow from the streams alone. Those of *joined* and *lookup* follow",
+            "from n-grams and from the text",
             "too (`sources` has what these said at the root): take them as recorded until the app has those sources.",
         )
         + "\n"
         + _text(
-            f"Recorded on: {places}. There everything repeats bit for bit. Another processor rounds sums differently, so a token may differ",
-            f"where the two best were close: its `margins` say how close. In this backend {golden.near_tie:.2g} is close; between processors",
+            f"Recorded on: {places}. There everything repeats bit for bit. Another processor rounds sums",
+            "differently, so a token may differ",
+            f"where the two best were close: its `margins` say how close. In this backend {golden.near_tie:.2g}",
+            "is close; between processors",
             "with 8-bit or 16-bit arithmetic a few tenths can be. A difference at a larger margin is a fault of the loop: most often",
             "the mask, the positions, or rows committed in another order.",
         )
