@@ -490,7 +490,7 @@ class _Comparison:
                 self._close("stream pairs", pairs, expected.pairs)
 
     def _close(self, what: str, found: npt.NDArray[Any], recorded: Any) -> None:
-        largest = float(np.abs(found.astype(np.float64) - np.array(recorded, dtype=np.float64)).max(initial=0.0))
+        largest = float(np.abs(found - np.array(recorded, dtype=np.float32)).max(initial=0.0))
         if not largest <= self.tolerance:
             self.found.append(Difference(self.trace, self.at, what, f"{largest:g} away", f"at most {self.tolerance:g} away"))
 

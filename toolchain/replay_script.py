@@ -488,7 +488,7 @@ class Check:
             self.difference += f" (margin {margins[place]:.2g})"
 
     def near(self, where: str, what: str, found: Any, recorded: Any) -> None:
-        largest = float(np.abs(np.asarray(found, dtype=np.float64) - np.array(recorded, dtype=np.float64)).max(initial=0.0))
+        largest = float(np.abs(np.asarray(found, dtype=np.float32) - np.array(recorded, dtype=np.float32)).max(initial=0.0))
         self.largest = max(self.largest, largest)
         if not largest <= self.tolerance and not self.difference:
             self.difference = f"{where}: {what} differ by {largest:.2g}"
