@@ -65,6 +65,8 @@ def describe(manifest: Manifest) -> list[tuple[str, str]]:
         ("scheme", manifest.quantization.scheme),
         ("contract", f"version {contract.version}, profile {contract.profile}, opset {contract.opset}, {contract.cache_dtype} cache"),
     ]
+    if manifest.package is not None:
+        rows.append(("package", f"for {manifest.package.target}, checked with {manifest.package.capacity:,} rows of cache"))
     if manifest.parity is not None:
         parity = manifest.parity
         rows.append(("parity", f"top-1 agreement with PyTorch {parity.top1_agreement:.2%}, largest difference {parity.max_abs_diff:.1e}"))
@@ -101,6 +103,7 @@ def report(manifest: Manifest) -> dict[str, Any]:
         "contract": data["contract"],
         "parity": data["parity"],
         "verified": data["verified"],
+        "package": data["package"],
         "export": data["export"],
         "tools": data["tools"],
     }

@@ -54,9 +54,7 @@ def recorded(bundle: Bundle, prompts: list[str]) -> Recorded:
             for sampling in (None, SAMPLED):
                 name = f"{prompt}, {draft}, {'greedy' if sampling is None else 'sampled'}"
                 about: dict[str, Any] = {"name": name, "prompt": prompt, "draft": draft, "budget": 1 if draft == "none" else 6}
-                traces.append(
-                    record(session, codec, drafter, **about, max_new_tokens=12, sampling=sampling, policy=likeliest_last(2))
-                )
+                traces.append(record(session, codec, drafter, **about, max_new_tokens=12, sampling=sampling, policy=likeliest_last(2)))
     golden = Golden(
         contract=1,
         placement=streams.placement,
@@ -233,9 +231,7 @@ def test_a_short_cache_is_traced_to_its_end(made: Recorded) -> None:
     rows = len(codec.encode(prompt)) + 4
     session = OrtSession(made.bundle, threads=1, capacity=rows)
     drafter = StreamDrafter(made.golden.temperatures)
-    trace = record(
-        session, codec, drafter, name="short", prompt=prompt, draft="streams", budget=6, max_new_tokens=30, policy=every_row
-    )
+    trace = record(session, codec, drafter, name="short", prompt=prompt, draft="streams", budget=6, max_new_tokens=30, policy=every_row)
     assert trace.finish_reason in ("length", "stop")
     assert trace.finish_reason == "stop" or trace.steps[-1].length == rows
     assert replay(session, dataclasses.replace(made.golden, capacity=rows), trace, tolerance=0.0) == []
