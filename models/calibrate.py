@@ -13,7 +13,7 @@ from specstream.models.data import TokenRow, make_batch
 from specstream.models.loss import teacher_logits
 from specstream.models.stream_model import StreamModel
 
-_GRID = torch.exp(torch.linspace(-0.7, 0.9, 33))  # temperatures 0.5 to 2.5
+_GRID = torch.exp(torch.linspace(-1.4, 0.9, 47))  # temperatures 0.25 to 2.5
 
 
 @dataclass(frozen=True)

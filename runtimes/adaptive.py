@@ -75,11 +75,13 @@ def prior_costs(scheme: str) -> CallCosts:
 class BudgetController(Protocol):
     """What the speculative loop asks before each call, in this order, and tells after it.
 
-    ``budget``: rows at most; 1 is plain decoding, for which no streams are computed. ``trim``: the part of a tree that is worth its
-    rows. ``record``: what the call gave.
+    ``budget``: rows at most; 1 is plain decoding, for which no streams are computed. ``least``: the probability of a path below which
+    ``trim`` keeps no row, so that none need be drafted. ``trim``: the part of a tree that is worth its rows. ``record``: what the call
+    gave.
     """
 
     def budget(self) -> int: ...
+    def least(self) -> float: ...
     def trim(self, tree: TokenTree) -> TokenTree: ...
     def record(self, rows: int, emitted: int, expected: float) -> None: ...
 
@@ -92,6 +94,9 @@ class FixedBudget:
 
     def budget(self) -> int:
         return self.rows
+
+    def least(self) -> float:
+        return 0.0
 
     def trim(self, tree: TokenTree) -> TokenTree:
         return tree
@@ -125,6 +130,7 @@ class AdaptiveBudget:
         self.most = most
         self._costs = costs.table(most)
         self._streams = costs.streams if uses_streams else 0.0
+        self._cheapest_row = float(np.diff(self._costs).min()) if most > 1 else 0.0
         self._account = _AT_START
         self._accepted = self._promised = _TRUST
         # Tokens and time of drafted calls lately, the root's own token included.
@@ -160,12 +166,18 @@ class AdaptiveBudget:
         self._drafting = self.most > 1 and self._account >= (loss if self._drafting else 2.0 * loss)
         return self.most if self._drafting else 1
 
+    def least(self) -> float:
+        """A row less likely than this loses time even where a row costs least; a little lower, so that rounding decides nothing."""
+        return 0.999 * max(self.rate, 1.0) * self._cheapest_row / self._bounded_correction()
+
+    def _bounded_correction(self) -> float:
+        # Where nothing is accepted any more, a try still needs rows that could be.
+        return min(max(self.correction, 0.4), 1.2)
+
     def trim(self, tree: TokenTree) -> TokenTree:
         """The likeliest rows of a tree, as many as are worth their time."""
         likely = np.sort(path_probabilities(tree))[::-1][: self.most]
-        # Where nothing is accepted any more, a try still needs rows that could be.
-        correction = min(max(self.correction, 0.4), 1.2)
-        gain = correction * np.cumsum(likely) - max(self.rate, 1.0) * self._costs[: len(likely)]
+        gain = self._bounded_correction() * np.cumsum(likely) - max(self.rate, 1.0) * self._costs[: len(likely)]
         rows = int(gain.argmax()) + 1
         return tree if rows >= len(tree) else likeliest_rows(tree, rows)
 

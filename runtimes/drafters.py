@@ -41,12 +41,14 @@ class DraftContext:
         streams: the latest ones, or None when there were none yet.
         budget: rows that the tree may have, the root included.
         max_depth: levels below the root that can still be accepted (what is left to generate limits it).
+        least: the probability of a path below which rows are of no use; a drafter may leave them out.
     """
 
     tokens: Sequence[int]
     streams: Streams | None
     budget: int
     max_depth: int
+    least: float = 0.0
 
     @property
     def root(self) -> int:
@@ -105,7 +107,10 @@ class StreamDrafter:
         temperatures, logprobs = self.temperatures[streams.used :], streams.logprobs
         if any(t != 1.0 for t in temperatures):
             logprobs = calibrate(logprobs, temperatures)
-        return best_first(context.root, streams.ids, logprobs, context.budget, context.max_depth, streams.pairs, streams.root_candidate)
+        budget, max_depth = context.budget, context.max_depth
+        return best_first(
+            context.root, streams.ids, logprobs, budget, max_depth, streams.pairs, streams.root_candidate, least=context.least
+        )
 
 
 @dataclass(frozen=True, eq=False)

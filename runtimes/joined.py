@@ -167,7 +167,7 @@ class JoinedDrafter:
                 if own:
                     heapq.heappush(heap, (-paths[row] * own[0][0], 2 * row, row, 0))
             children.append(own)
-            if not heap or len(tokens) >= budget:
+            if not heap or len(tokens) >= budget or -heap[0][0] < context.least:
                 break
             negative, _, parent, rank = heapq.heappop(heap)
             siblings = children[parent]

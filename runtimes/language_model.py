@@ -158,6 +158,9 @@ class LanguageModel:
         rows = self._adaptive(drafter) if budget == "adaptive" else budget
         if sampling is not None and sampling.is_greedy:
             sampling = None
+        if isinstance(self.session, OrtSession):
+            # Plain decoding as such is left at its fastest; within speculation, plain calls round as the others do.
+            self.session.pad_single = self.manifest.quantization.rounds_activations and not isinstance(drafter, NoDrafter)
         start = time.perf_counter()
         prompt_ids = self.prompt_ids(prompt, raw)
         self.last = None

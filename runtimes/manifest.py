@@ -104,6 +104,11 @@ class QuantizationInfo:
     requires: str | None = None
     quality: dict[str, Any] | None = None
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether activations have 8 bits somewhere: kernels for one row and for several then give other roundings."""
+        return self.scheme in ("w8a8", "mixed") or self.accuracy_level == 4
+
 
 @dataclass(frozen=True)
 class TokenizerInfo:

@@ -37,6 +37,10 @@ class OrtSession:
         capacity: rows of cache to allocate at once and never exceed. Left out, the cache starts small and grows by doubling up
             to the model's context length.
 
+    Attributes:
+        pad_single: run a call of one row with a second row beside it that nothing looks at, so that the kernels of larger calls round
+            it as they would in a tree. Where activations are rounded, this makes plain decoding agree with speculation.
+
     Raises:
         UserError: the graph cannot be loaded or is not the one that the manifest describes; threads or capacity make no sense.
     """
@@ -78,6 +82,7 @@ class OrtSession:
             o.name == contract.STREAM_PAIRS for o in self._draft_session.get_outputs()
         )
         self._check_contract(bundle)
+        self.pad_single = False
         self._committed: int | None = None  # row of the last call that was committed last
         self._last_rows = 0  # rows of the last call that a commit may name
         self._allocate(capacity or min(FIRST_ALLOCATION, model.context_length))
@@ -93,6 +98,14 @@ class OrtSession:
         num_rows, num_streamed = len(rows.input_ids), len(rows.stream_rows)
         if num_streamed and (self.delayed or not self.num_streams):
             raise ValueError("stream rows given to a graph without streams beside its rows")
+        if self.pad_single and num_rows == 1 and not num_streamed and self.length + 2 <= self.capacity:
+            output = self._run(_twice(rows), logits)
+            self._last_rows = 1
+            return StepOutput(output.next_ids[:1], None if output.logits is None else output.logits[:1], None, None)
+        return self._run(rows, logits)
+
+    def _run(self, rows: Rows, logits: bool) -> StepOutput:
+        num_rows, num_streamed = len(rows.input_ids), len(rows.stream_rows)
         self._reserve(self.length + num_rows + num_streamed * self.num_streams)
         num_scored = len(rows.logit_rows)
         binding = self._binding(logits, num_streamed > 0)
@@ -256,6 +269,17 @@ class OrtSession:
                 f"{file}: not the graph that the manifest describes (contract v{contract.CONTRACT_VERSION}): "
                 f"{'; '.join(problems[:4])}{more}; export it again"
             )
+
+
+def _twice(rows: Rows) -> Rows:
+    """A single scored row, and the same beside it; neither sees the other."""
+    return Rows(
+        input_ids=np.repeat(rows.input_ids, 2),
+        position_ids=np.repeat(rows.position_ids, 2),
+        tree_mask=np.eye(2, dtype=np.bool_),
+        logit_rows=np.arange(2, dtype=np.int64),
+        stream_rows=rows.stream_rows,
+    )
 
 
 def usable_cores() -> int:

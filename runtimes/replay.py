@@ -104,7 +104,7 @@ def replay(recording: Recording, drafter: Drafter, budget: int | BudgetControlle
     emitted, rows, budgets, expected = [], [], [], []
     while done < len(recording.tokens):
         most = controller.budget()
-        context = DraftContext(text, streams if drafter.uses_streams else None, most, end - len(text) - 1)
+        context = DraftContext(text, streams if drafter.uses_streams else None, most, end - len(text) - 1, controller.least())
         tree = root_only(context.root)
         if most > 1:
             tree = controller.trim(sanitise(drafter.propose(context), context, recording.vocab_size)[0])

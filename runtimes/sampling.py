@@ -32,7 +32,7 @@ LOWEST_TEMPERATURE: Final = 1e-4  # below it, scaled logits are so large that no
 _LN2: Final = 0.6931471805599453
 _SQRT_HALF: Final = 0.7071067811865476
 _SLACK: Final = 1e-6  # of bounds, against rounding
-LARGEST_NOISE: Final = 22.9  # of all Gumbel noise: -log(-log(1 - 2^-33)) = 33 · log 2 = 22.87
+NOISE_SPREAD: Final = 26.01  # the largest noise less the smallest: 33 · log 2 + log(33 · log 2) = 26.004
 
 
 @dataclass(frozen=True)
@@ -210,14 +210,14 @@ def _winner(ids: npt.NDArray[np.int64], scaled: Float64Array, position: int, see
     """The argmax of ``scaled`` + noise; of equal ones, the lowest id. Noise is computed where it can matter only.
 
     The likeliest token's score s is a lower bound of the best. A token with scaled logit y needs noise of at least s - y, that is
-    -log u <= e^(y - s); since -log u >= 1 - u, it is out when 1 - u > e^(y - s), which its random bits say without a logarithm. About
-    one token in each e^(y - s) is left: a handful.
+    -log u <= e^(y - s); since -log u >= 1 - u, it is out when 1 - u > e^(y - s), which its random bits say without a logarithm. As many
+    as Σ e^(y - s) are left on average: a handful.
     """
-    top = int(scaled.argmax())
-    bound = float(scaled[top]) + float(gumbel_noise(seed, position, ids[top : top + 1])[0])
-    left = scaled >= bound - LARGEST_NOISE
+    left = scaled >= scaled.max() - NOISE_SPREAD
     ids, scaled = ids[left], scaled[left]
     bits = random_bits(seed, position, ids)
+    top = int(scaled.argmax())
+    bound = float(scaled[top]) + float(gumbel(bits[top : top + 1])[0])
     left = 1.0 - uniform(bits) <= np.exp(scaled - bound) * (1.0 + _SLACK)
     ids, scaled, bits = ids[left], scaled[left], bits[left]
     return int(ids[(scaled + gumbel(bits)).argmax()])

@@ -185,7 +185,7 @@ def _blocks(
 
     while reason is None:
         past, left, room = session.length, end - len(tokens), session.capacity - session.length
-        context = DraftContext(tokens, streams, min(budget, room, session.max_tree_rows), left - 1)
+        context = DraftContext(tokens, streams, min(budget, room, session.max_tree_rows), left - 1, controller.least())
         tree, dropped = root_only(context.root), 0
         if context.budget > 1:
             tree, dropped = sanitise(drafter.propose(context), context, session.vocab_size)

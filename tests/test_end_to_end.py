@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specstream.runtimes import load
+from specstream.runtimes import Sampling, load
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.language_model import LanguageModel
 from specstream.toolchain.export_pipeline import export_bundle
@@ -46,6 +46,22 @@ def test_drafts_save_calls_and_change_nothing(exported: tuple[Path, dict[str, An
     streams, joined = tokens_per_call(lm, "streams"), tokens_per_call(lm, "joined")
     assert streams > 2.8
     assert joined > streams
+
+
+def test_drafts_do_not_change_sampled_text(exported: tuple[Path, dict[str, Any]]) -> None:
+    lm = load(exported[0], profile=False)
+    texts = set()
+    accepted = 0
+    for prompt in PROMPTS[:5]:
+        for seed in (1, 2):
+            sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.05, seed=seed)
+            plain = lm.generate(prompt, 40, "none", sampling=sampling)
+            result = lm.generate(prompt, 40, budget=MANY, sampling=sampling)
+            assert result.token_ids == plain.token_ids
+            texts.add(result.token_ids)
+            accepted += result.accepted
+    assert accepted > 50
+    assert len(texts) > 5
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "int4"])

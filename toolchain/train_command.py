@@ -31,7 +31,7 @@ from specstream.toolchain.report import json_option, write_report
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Rows a step, over all processes.")
 @click.option("--lr", "learning_rate", type=float, default=2e-3, show_default=True, help="Peak learning rate of the streams.")
 @click.option("--main-lr", "main_learning_rate", type=float, default=1e-3, show_default=True, help="Peak learning rate of the fine-tune.")
-@click.option("--num-streams", type=int, default=6, show_default=True, help="Streams beside a row (γ).")
+@click.option("--num-streams", type=int, default=8, show_default=True, help="Streams beside a row (γ).")
 @click.option("--stream-layers", type=int, default=0, help="Top layers that run streams (N_s).  [default: a third of the layers]")
 @click.option(
     "--placement",
@@ -42,7 +42,7 @@ from specstream.toolchain.report import json_option, write_report
 )
 @click.option("--stream-rank", type=int, default=8, show_default=True, help="LoRA rank on stream rows.")
 @click.option("--main-rank", type=int, default=8, show_default=True, help="LoRA rank of the fine-tune.")
-@click.option("--entry-rank", type=int, default=0, show_default=True, help="Rank of the entry map f_η; 0 is the identity.")
+@click.option("--entry-rank", type=int, default=16, show_default=True, help="Rank of the entry map f_η; 0 is the identity.")
 @click.option("--correction-rank", type=int, default=64, show_default=True, help="Rank of the correction token's map (delayed).")
 @click.option("--pair-rank", type=int, default=48, show_default=True, help="Rank of the head that re-scores by parent token (delayed).")
 @click.option("--prune-rank", type=int, default=0, show_default=True, help="Rank of the pruning adapter o_θ; 0: none.")
@@ -50,10 +50,9 @@ from specstream.toolchain.report import json_option, write_report
 @click.option(
     "--self-distill",
     type=int,
-    default=0,
-    show_default=True,
     metavar="TOKENS",
-    help="Streams learn answers of the model itself, of so many tokens at most, to the prompts of DATA; 0: the answers in DATA.",
+    help="Streams learn answers of the model itself, of so many tokens at most, to the prompts of DATA; 0: the answers in DATA.  "
+    "[default: 128, in shared mode 0]",
 )
 @click.option("--top-k", type=int, default=8, show_default=True, help="Candidates a stream returns (k).")
 @click.option("--draft-vocab", "draft_vocab_size", type=int, default=8192, show_default=True, help="Tokens streams choose from; 0 for all.")
@@ -114,6 +113,8 @@ def train(
     from specstream.models.train import TrainOptions
     from specstream.toolchain.train_pipeline import train_adapter, work_folder
 
+    if options["self_distill"] is None:
+        options["self_distill"] = 0 if options["mode"] == "shared" else 128
     checked = TrainOptions(**options)
     if threads is not None:
         if threads < 1:

@@ -61,7 +61,8 @@ def verify(
 
     Each prompt is decoded with drafts, plainly by the same graph, and by transformers' greedy generate from the original weights;
     the texts must be equal token by token. Places where they differ and the two best logits are closer than 0.001 count as near-ties
-    and are listed. Exit code 1 when there are other differences.
+    and are listed. Exit code 1 when there are other differences; with rounded activations (int4, int8, w8a8), when there are more than
+    plain decoding itself has between its kernels for one row and for several.
 
     With a --temperature (or penalties), speculative sampled text is compared with plain sampled text of the same seed only: transformers
     draws other noise. The bundle keeps its record of greedy decoding.
@@ -76,7 +77,7 @@ def verify(
 
     from specstream.runtimes import load
     from specstream.runtimes.language_model import DEFAULT_BUDGET, DEFAULT_STREAM_ROWS, stream_policy
-    from specstream.runtimes.ort_session import usable_cores
+    from specstream.runtimes.ort_session import OrtSession, usable_cores
     from specstream.runtimes.verify import verify as compare
     from specstream.toolchain.terminal import progress_bar, step_status
 
@@ -88,9 +89,18 @@ def verify(
         transformers_text, why_not = _transformers(lm, reference, model, adapter, sampling)
     if transformers_text is None:
         click.echo(f"not compared with transformers: {why_not}", err=True)
+    session = lm.session
+
+    def one_row(wanted: bool) -> None:
+        if isinstance(session, OrtSession):
+            session.pad_single = not wanted
+
+    rounded = isinstance(session, OrtSession) and lm.manifest.quantization.rounds_activations
+    if rounded:
+        one_row(False)
     with progress_bar("verifying", len(prompts)) as progress:
         report = compare(
-            lm.session,
+            session,
             prompts,
             drafter,
             max_new_tokens=max_new_tokens,
@@ -100,6 +110,7 @@ def verify(
             reference=transformers_text,
             on_prompt=progress,
             sampling=sampling,
+            one_row=one_row if rounded else None,
         )
     _print(report, lm, sampling)
     summary = report.to_json()
@@ -127,7 +138,9 @@ def _transformers(
     asked = reference == "transformers" or model is not None or adapter is not None
     if sampling is not None:
         if asked:
-            raise UserError("transformers is compared with greedy decoding only; leave out --temperature and penalties, or --reference")
+            raise UserError(
+                "transformers is compared with greedy decoding only: leave out the sampling options, or --reference, --model and --adapter"
+            )
         return None, "its noise and penalties are others"
     if not asked and (importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None):
         return None, "torch and transformers are not installed (the export extra brings them)"
@@ -171,6 +184,8 @@ def _print(report: VerifyReport, lm: LanguageModel, sampling: Sampling | None) -
     seed = "" if sampling is None or sampling.temperature == 0 else f", seed {sampling.seed}"
     click.echo(f"{report.prompts} prompts, {report.tokens} tokens{calls}, compared with {compared_with(report.reference)}{seed}")
     click.echo(f"differences {report.differences}, near-ties {report.near_ties}, flip rate {report.flip_rate:.2e}")
+    if report.one_row_flip_rate is not None:
+        click.echo(f"flip rate of plain decoding between kernels for one row and for several: {report.one_row_flip_rate:.2e}")
     click.echo(f"rows of a tree independent: {'yes' if report.rows_independent else 'no'}, to {report.rows_max_abs_diff:.1e}")
     for mismatch in report.mismatches:
         click.echo(f"  {'near-tie' if mismatch.near_tie else 'DIFFERENT'}: {_explain(mismatch, lm)}")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specstream.models.errors import UserError
 from specstream.runtimes.adaptive import PRIOR_COSTS, AdaptiveBudget, BudgetController, CallCosts, FixedBudget, prior_costs
-from specstream.runtimes.tree import TokenTree, chain, path_probabilities
+from specstream.runtimes.tree import TokenTree, best_first, chain, path_probabilities
 
 CHEAP = CallCosts((1, 16), (1.0, 1.3), 0.1)
 DEAR = CallCosts((1, 2, 8, 16), (1.0, 1.6, 2.6, 4.0), 0.8)
@@ -176,3 +176,23 @@ def test_a_fixed_budget_is_fixed() -> None:
     fixed = FixedBudget(8)
     fixed.record(8, 1, 4.0)
     assert (fixed.budget(), fixed.trim(tree)) == (8, tree)
+
+
+@given(
+    st.sampled_from(ALL_COSTS),
+    st.lists(st.tuples(st.integers(1, 16), st.integers(1, 9)), max_size=30),
+    st.lists(st.lists(st.floats(-6.0, -0.01), min_size=3, max_size=3), min_size=1, max_size=5),
+)
+def test_rows_that_are_too_unlikely_are_not_missed(costs: CallCosts, past: list[tuple[int, int]], logprobs: list[list[float]]) -> None:
+    """Whatever the controller has seen: a tree grown down to ``least`` is trimmed to what the whole tree is trimmed to."""
+    controller = AdaptiveBudget(costs)
+    for rows, emitted in past:
+        controller.budget()
+        controller.record(rows, min(emitted, rows), 1.0 + rows / 2)
+    scores = np.log(np.exp(logprobs) / np.maximum(np.exp(logprobs).sum(axis=1, keepdims=True), 1.0))
+    scores = -np.sort(-scores, axis=1)
+    ids = np.arange(scores.size).reshape(scores.shape)
+    whole = controller.trim(best_first(99, ids, scores, 16))
+    sparing = controller.trim(best_first(99, ids, scores, 16, least=controller.least()))
+    assert path_probabilities(sparing).tolist() == path_probabilities(whole).tolist()
+    assert sparing.tokens.tolist() == whole.tokens.tolist()

@@ -75,6 +75,31 @@ def test_prompts_and_trees_agree_with_a_dense_network(session: OrtSession, seed:
     np.testing.assert_allclose(after_tree, cached(session), atol=1e-4)
 
 
+def test_a_padded_row_is_computed_as_one_of_two(bundle: Bundle) -> None:
+    """Same kernels, so the same bits, as beside any other row; nothing of the second row stays."""
+    padded, other = OrtSession(bundle, threads=1, capacity=24), OrtSession(bundle, threads=1, capacity=24)
+    padded.pad_single = True
+    prompt = [3, 1, 4, 1, 5]
+    for session in (padded, other):
+        prefill(session, prompt)
+    for token in range(5, 5 + 24 - len(prompt)):
+        got = padded.run(tree_rows(root_only(token), padded.length), logits=True)
+        if padded.length + 2 <= other.capacity:
+            beside = other.run(tree_rows(chain(token, [7]), other.length), logits=True)
+        else:  # there is no room for a second row
+            beside = other.run(tree_rows(root_only(token), other.length), logits=True)
+        assert got.next_ids.shape == (1,)
+        np.testing.assert_array_equal(got.logits[0], beside.logits[0])
+        assert got.next_ids[0] == beside.next_ids[0]
+        with pytest.raises(ValueError, match="after a call of 1"):
+            padded.commit([1])
+        got = padded.run(tree_rows(root_only(token), padded.length))
+        padded.commit([0])
+        other.commit([0])
+        np.testing.assert_array_equal(cached(padded), cached(other))
+    assert padded.length == 24
+
+
 def test_the_graph_writes_into_our_array(bundle: Bundle) -> None:
     session = OrtSession(bundle, threads=1, capacity=CONTEXT)
     memory = session.cache

@@ -22,6 +22,7 @@ from ..models.test_base import model_folder, tiny_config  # noqa: F401 - model_f
 
 SIZES = ["--steps", "6", "--main-steps", "4", "--batch-size", "2", "--num-streams", "2", "--stream-layers", "1", "--stream-rank", "2"]
 SIZES += ["--main-rank", "2", "--top-k", "2", "--draft-vocab", "0", "--checkpoint-every", "2", "--max-length", "60", "--precision", "fp32"]
+SIZES += ["--entry-rank", "0", "--self-distill", "0"]
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_the_real_model_trains(smollm2_path: Path, data_folder: Path, tmp_path: 
     out = tmp_path / "adapter"
     asked = ["train", str(smollm2_path), str(data_folder / "sql.jsonl"), str(out), "--steps", "12", "--main-steps", "2"]
     asked += ["--batch-size", "2", "--draft-vocab", "2048", "--stream-layers", "4", "--max-length", "256", "--checkpoint-every", "100"]
-    assert run([*asked, "--num-streams", "3", "--lr", "0.003", "--precision", "fp32"]) == 0
+    assert run([*asked, "--num-streams", "3", "--lr", "0.003", "--precision", "fp32", "--self-distill", "0"]) == 0
     log = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
     main = [line["main_loss"] for line in log if line["stage"] == "main"]
     streams = [line["stream_loss"][0] for line in log if line["stage"] == "streams"]
