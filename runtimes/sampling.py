@@ -237,7 +237,8 @@ def random_bits(seed: int, position: int, ids: npt.NDArray[np.int64]) -> WordArr
     counter[:, 0] = np.flatnonzero(used)
     counter[:, 1] = position
     words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
-    return words[(np.cumsum(used) - 1)[blocks], ids & 3]
+    found: WordArray = words[(np.cumsum(used) - 1)[blocks], ids & 3]
+    return found
 
 
 def philox4x32(counter: WordArray, key: tuple[int, int]) -> WordArray:
