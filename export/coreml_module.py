@@ -82,12 +82,17 @@ class StateCache:
                 cached = cached & (slots > places - window)
                 own = own & (self._positions[None] > places - window)
             rows = own.shape[0]
-            bias = torch.where(cached, 0.0, HIDDEN)
+            bias = _additive(cached)
             if window is None:
                 bias = bias.repeat(rows, 1)
-            bias[:, self.past : self.past + rows] = torch.where(own, 0.0, HIDDEN)
+            bias[:, self.past : self.past + rows] = _additive(own)
             self._biases[window, groups] = bias.repeat(groups, 1)[None, None]
         return self._biases[window, groups]
+
+
+def _additive(visible: Tensor) -> Tensor:
+    """0 where true, else :data:`HIDDEN`; by arithmetic, since a choice between constants stores them in the size of the mask."""
+    return (visible.to(torch.float32) - 1.0) * -HIDDEN
 
 
 class RowsModule(nn.Module):

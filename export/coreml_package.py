@@ -59,6 +59,8 @@ def canonicalise(package: Path, metadata: PackageMetadata | None = None) -> None
             del found.userDefined[key]
     file.write_bytes(spec.SerializeToString(deterministic=True))
     _write_manifest(package)
+    for part in package.rglob("*"):
+        part.chmod(0o755 if part.is_dir() else 0o644)  # coremltools leaves some for their owner alone
 
 
 def _write_manifest(package: Path) -> None:

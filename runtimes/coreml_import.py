@@ -48,7 +48,7 @@ def _fold_one_element_arrays() -> None:
 
     def cast(context: Any, node: Any, dtype: type, dtype_name: str) -> None:
         (x,) = ops._get_inputs(context, node, expected=1)
-        value = x.val if x.can_be_folded_to_const() else None
+        value: Any = x.val if x.can_be_folded_to_const() else None
         if getattr(value, "ndim", 0) > 0 and value.size == 1:
             context.add(ops.mb.const(val=dtype(value.item()), name=node.name), node.name)
         else:

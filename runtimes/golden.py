@@ -21,6 +21,7 @@ from specstream.models.errors import UserError
 from specstream.runtimes.drafters import DraftContext, Drafter, Streams
 from specstream.runtimes.joined import JoinedDrafter, JoinWeights
 from specstream.runtimes.manifest import decode
+from specstream.runtimes.ort_session import OrtSession
 from specstream.runtimes.sampling import NO_HISTORY, History, Sampling, scores
 from specstream.runtimes.session import DraftOutput, Rows, Session, StepOutput, prompt_rows, tree_rows
 from specstream.runtimes.speculate import Block, FinishReason, Sampler, accept, sanitise, speculate
@@ -209,6 +210,8 @@ class Golden:
         max_tree_rows: rows of a tree at most.
         max_stream_rows: rows of a call that may carry streams.
         near_tie: logits closer than this may change places by rounding in the same backend.
+        pad_single: a call of one row, without streams beside it, takes a copy of that row along (neither sees the other, and the copy's
+            output is not used), where the capacity has room: with 8-bit activations kernels for one row round differently.
         stop_ids: tokens that end a text.
         bos_id: None for tokenizers without one.
         scheme: of the weights.
@@ -232,6 +235,7 @@ class Golden:
     max_tree_rows: int
     max_stream_rows: int
     near_tie: float
+    pad_single: bool
     stop_ids: tuple[int, ...]
     bos_id: int | None
     scheme: str
@@ -414,6 +418,8 @@ def replay(session: Session, golden: Golden, trace: Trace, tolerance: float = 1e
         tolerance: allowed between log-probabilities.
     """
     compare = _Comparison(trace.name, tolerance)
+    if isinstance(session, OrtSession):
+        session.pad_single = golden.pad_single
     session.rewind(0)
     streamed = trace.draft in ("streams", "joined") and golden.num_streams > 0
     sampler_text = list(trace.prompt_ids)

@@ -80,10 +80,12 @@ class ContractInfo:
 
 @dataclass(frozen=True)
 class QuantizationInfo:
-    """How weights and activations are rounded. All but ``scheme`` are None in bundles of fp32 weights.
+    """How weights and activations are rounded. All but ``scheme`` are None in bundles of fp32 or fp16 weights.
 
     Attributes:
-        scheme: ``fp32``, ``int4``, ``int8``, ``w8a8`` or ``mixed``.
+        scheme: ``fp32``, ``int4``, ``int8``, ``w8a8`` or ``mixed``; of Core ML ``fp16``, ``int8``, ``int4``, ``palette4`` or ``palette6``.
+        head: scheme of the embedding and the head, of Core ML.
+        group_size: output channels that share a table of values, where there are palettes.
         block_size: weights of a column that share a scale, where there are blocks.
         accuracy_level: of the products with blocks: 4 rounds activations to 8 bits, 0 keeps them.
         rows_independent: whether no scale of a row's activations depends on the rows beside it.
@@ -93,7 +95,7 @@ class QuantizationInfo:
     """
 
     LATER: ClassVar[frozenset[str]] = frozenset(  # keys that manifests of earlier versions lack
-        {"block_size", "accuracy_level", "rows_independent", "products", "requires", "quality"}
+        {"block_size", "accuracy_level", "rows_independent", "products", "requires", "quality", "head", "group_size"}
     )
 
     scheme: str
@@ -103,6 +105,8 @@ class QuantizationInfo:
     products: dict[str, int] | None = None
     requires: str | None = None
     quality: dict[str, Any] | None = None
+    head: str | None = None
+    group_size: int | None = None
 
     @property
     def rounds_activations(self) -> bool:

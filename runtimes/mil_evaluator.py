@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from specstream.export.weight_blob import NUMPY
 from specstream.models.errors import UserError
-from specstream.runtimes.mil_operators import FACTORS, LISTS, OPERATORS, Operator
+from specstream.runtimes.mil_operators import FACTORS, LISTS, OPERATORS, VIEWS, Operator, slice_update_in_place
 from specstream.runtimes.mil_program import Function, MilPackage, Named, Operation, TensorType, open_package
-from specstream.runtimes.weight_blob import NUMPY
 
 Array = npt.NDArray[Any]
 
@@ -238,7 +238,64 @@ def _prepare(package: MilPackage, body: Function) -> tuple[_Step, ...]:
                 raise UserError(f"{where}: {_title(operation)}: {error}") from error
         defined.update(output.name for output in operation.outputs)
         steps.append(_Step(operation, function, fixed, values))
-    return _with_frees(steps, body)
+    return _with_frees(_with_updates_in_place(steps, body), body)
+
+
+def _names(step: _Step) -> set[str]:
+    """Values and states that a step is given."""
+    return {item for bound in step.values.values() for item in ((bound,) if isinstance(bound, str) else bound) if isinstance(item, str)}
+
+
+def _with_updates_in_place(steps: list[_Step], body: Function) -> list[_Step]:
+    """The same steps; an update of a slice writes into its x where that cannot be seen.
+
+    A decoder updates a state once for each layer: with a copy each time, most of a call would be copying. In x's place is safe when
+
+    1. the memory was made by another update in this call, so it is no caller's, and
+    2. no value in that memory is needed afterwards but the update's own result, and
+    3. a state that holds that memory is written before it is read again.
+    """
+    states = {named.name for named in body.inputs if named.is_state}
+    last: dict[str, int] = dict.fromkeys(body.outputs, len(steps))
+    for at, step in enumerate(steps):
+        for name in _names(step):
+            last[name] = max(last.get(name, 0), at)
+    memory: dict[str, int] = {}  # value or state -> number of the step that made the memory it may lie in
+    made = []
+    for at, step in enumerate(steps):
+        kind, outputs = step.operation.type, step.operation.outputs
+        if kind in _WRITES:
+            target, source = (str(step.values.get(parameter, "")) for parameter in _WRITES[kind])
+            memory.pop(target, None)
+            if source in memory:
+                memory[target] = memory[source]
+                memory.update((value.name, memory[source]) for value in outputs)
+        elif kind == "slice_update":
+            x = step.values.get("x")
+            own = memory.get(x) if isinstance(x, str) else None
+            sharing = [name for name, number in memory.items() if number == own]
+            unseen = all(_written_next(steps, at, name) if name in states else last.get(name, -1) <= at for name in sharing)
+            if own is not None and unseen and step.values.get("update") not in sharing:
+                step = replace(step, function=slice_update_in_place)
+                memory[outputs[0].name] = own
+            else:
+                memory[outputs[0].name] = at
+        elif kind == "read_state" or kind in VIEWS:
+            shared = [memory[name] for name in _names(step) if name in memory]
+            if shared:
+                memory.update((value.name, shared[0]) for value in outputs)
+        made.append(step)
+    return made
+
+
+def _written_next(steps: list[_Step], at: int, state: str) -> bool:
+    """Whether the next step after ``at`` that touches a state writes it."""
+    for step in steps[at + 1 :]:
+        if step.operation.type in _WRITES and step.values.get(_WRITES[step.operation.type][0]) == state:
+            return True
+        if state in _names(step):
+            return False
+    return False
 
 
 def _with_frees(steps: list[_Step], body: Function) -> tuple[_Step, ...]:
@@ -246,8 +303,7 @@ def _with_frees(steps: list[_Step], body: Function) -> tuple[_Step, ...]:
     kept = {named.name for named in body.inputs} | set(body.outputs)
     made: list[_Step] = []
     for step in reversed(steps):
-        used = {item for bound in step.values.values() for item in ((bound,) if isinstance(bound, str) else bound) if isinstance(item, str)}
-        used |= {output.name for output in step.operation.outputs}
-        made.append(_Step(step.operation, step.function, step.fixed, step.values, tuple(sorted(used - kept))))
+        used = _names(step) | {output.name for output in step.operation.outputs}
+        made.append(replace(step, frees=tuple(sorted(used - kept))))
         kept |= used
     return tuple(reversed(made))

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from specstream.runtimes.weight_blob import NUMPY
+from specstream.export.weight_blob import NUMPY
 
 Array = npt.NDArray[Any]
 Operator = Callable[..., Any]
@@ -184,8 +184,8 @@ def topk(
     count = rows.shape[-1] if int(k) == -1 else int(k)
     if not 0 < count <= rows.shape[-1]:
         raise ValueError(f"k is {count}, 1 to {rows.shape[-1]} expected")
-    keys = rows.astype(np.int64 if rows.dtype.kind in "iu" else np.float32)
-    keys = (keys if _flag(ascending) else -keys).reshape(-1, rows.shape[-1])
+    keys: Array = rows.astype(np.int64 if rows.dtype.kind in "iu" else np.float32)
+    keys = (keys if _flag(ascending) else np.negative(keys)).reshape(-1, rows.shape[-1])
     # Only the values up to the k-th need sorting: a row may be a whole vocabulary. A nan sorts last, and so goes with none of them.
     limits = np.partition(keys, count - 1, axis=-1)[:, count - 1]
     order = np.empty((len(keys), count), dtype=np.int64)
@@ -200,7 +200,7 @@ def topk(
 def argsort(x: Array, axis: Array | int = -1, ascending: Array | bool = False) -> Any:
     """Of equal values the first comes first."""
     keys = x.astype(np.int64 if x.dtype.kind in "iu" else np.float32)
-    return np.argsort(keys if _flag(ascending) else -keys, axis=int(axis), kind="stable").astype(np.int32)
+    return np.argsort(keys if _flag(ascending) else np.negative(keys), axis=int(axis), kind="stable").astype(np.int32)
 
 
 def cumsum(x: Array, axis: Array | int = 0, exclusive: Array | bool = False, reverse: Array | bool = False) -> Any:
@@ -399,12 +399,25 @@ def slice_update(
     squeeze_mask: Array | None = None,
 ) -> Array:
     """A copy of x with ``update`` in the place that :func:`_slices` says."""
+    return slice_update_in_place(x.copy(), update, begin, end, stride, begin_mask, end_mask, squeeze_mask)
+
+
+def slice_update_in_place(
+    x: Array,
+    update: Array,
+    begin: Array,
+    end: Array,
+    stride: Array | None = None,
+    begin_mask: Array | None = None,
+    end_mask: Array | None = None,
+    squeeze_mask: Array | None = None,
+) -> Array:
+    """:func:`slice_update` for an x that nobody needs any more: it is written to and returned."""
     place = _slices(x, begin, end, stride, begin_mask, end_mask, squeeze_mask)
     if x[place].shape != update.shape:
         raise ValueError(f"an update of shape {list(update.shape)} for a slice of shape {list(x[place].shape)}")
-    result = x.copy()
-    result[place] = update
-    return result
+    x[place] = update
+    return x
 
 
 def slice_by_size(x: Array, begin: Array, size: Array) -> Array:
@@ -435,7 +448,8 @@ def fill_like(ref_tensor: Array, value: Array | float = 0.0) -> Array:
 
 
 def range_1d(end: Array, start: Array, step: Array) -> Array:
-    return np.arange(start, end, step).astype(start.dtype)
+    values: Array = np.arange(start.item(), end.item(), step.item()).astype(start.dtype)
+    return values
 
 
 def shape(x: Array) -> Array:
@@ -508,7 +522,7 @@ def scatter_along_axis(
     data: Array, indices: Array, updates: Array, axis: Array | int = 0, mode: str = "add", validate_indices: Array | bool = False
 ) -> Array:
     along = int(axis) % data.ndim
-    place = list(np.indices(indices.shape, sparse=True))
+    place: list[Array] = list(np.indices(indices.shape, sparse=True))
     place[along] = _within(indices, data.shape[along])
     return _scatter(data, tuple(place), updates, mode)
 
@@ -620,3 +634,8 @@ LISTS: Final = frozenset({("concat", "values"), ("stack", "values"), ("einsum", 
 
 # Parameters that are factors of a product: where a float16 weight stands, it is kept as float32.
 FACTORS: Final = frozenset({("linear", "weight"), ("conv", "weight"), ("matmul", "x"), ("matmul", "y")})
+
+# Operators whose result may be the memory of what they are given. All others make new arrays.
+VIEWS: Final = frozenset(
+    {"einsum", "expand_dims", "identity", "reshape", "reverse", "slice_by_index", "slice_by_size", "split", "squeeze", "transpose"}
+)

@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from specstream.export.weight_blob import BITS, NUMPY, WeightBlob, unpack
 from specstream.models.errors import UserError
-from specstream.runtimes.weight_blob import BITS, NUMPY, WeightBlob, unpack
 
 Array = npt.NDArray[Any]
 Literal = Array | str  # what a constant is once it is read; strings name modes and types
@@ -441,9 +441,13 @@ def _operation(data: bytes) -> tuple[Operation, dict[str, Constant]]:
         inputs[parameter] = tuple(_text(binding, 1) if 1 in binding else _constant(_message(binding, 2)) for binding in bindings)
     attributes = _map(fields, 5)
     name = attributes.pop("name", None)
-    title = _tensor_value(bytes(_constant(name).data), "string", ()) if name is not None else ""
+    title = _constant(name).data if name is not None else b""
+    if not isinstance(title, bytes):
+        raise ValueError("a name that is not a text")
     outputs = tuple(_named(value) for value in _messages(fields, 3))
-    operation = Operation(_text(fields, 1), str(title), inputs, outputs, has_blocks=4 in fields)
+    operation = Operation(
+        _text(fields, 1), str(_tensor_value(title, "string", ())) if title else "", inputs, outputs, has_blocks=4 in fields
+    )
     return operation, {key: _constant(value) for key, value in attributes.items()}
 
 

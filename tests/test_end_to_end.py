@@ -11,6 +11,7 @@ import pytest
 from specstream.runtimes import Sampling, load
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.language_model import LanguageModel
+from specstream.runtimes.session import prefill
 from specstream.toolchain.export_pipeline import export_bundle
 from specstream.toolchain.quantize_pipeline import quantize_bundle
 from specstream.toolchain.zoo import resolve_adapter
@@ -74,3 +75,29 @@ def test_a_rounded_bundle_still_drafts_well(scheme: str, exported: tuple[Path, d
     assert report["bundle_share"] < {"w8a8": 0.32, "int4": 0.18}[scheme]
     exact = tokens_per_call(load(out, profile=False), "streams")
     assert tokens_per_call(load(tmp_path / scheme, profile=False), "streams") > 0.85 * exact
+
+
+def test_core_ml_says_what_onnx_says(exported: tuple[Path, dict[str, Any]], smollm2_path: Path, tmp_path: Path) -> None:
+    """The package in 16 bits, computed from the saved file; where a text differs, 16 bits cannot tell the two tokens apart."""
+    out = tmp_path / "coreml"
+    report = export_bundle(str(smollm2_path), out, resolve_adapter("smollm2-135m-sql"), format="coreml", capacity=320, tree_rows=(16,))
+    assert report["parity"]["top1_agreement"] == 1.0
+    assert report["weight_bytes"] < 2.2 * 134_515_008  # every weight once, and the streams' own
+    assert report["operators"]["tree_16"]["scaled_dot_product_attention"] == 30
+    assert report["operators"]["draft"]["scaled_dot_product_attention"] == 10
+    lm, reference = load(out), load(exported[0], profile=False)
+    for prompt in PROMPTS[:2]:
+        expected = reference.generate(prompt, 48, "none").token_ids
+        for draft in ("streams", "joined"):
+            result = lm.generate(prompt, 48, draft, budget=MANY)
+            assert result.accepted > result.calls  # the streams are worth something here, too
+            if result.token_ids != expected:
+                assert_near_tie(lm, prompt, list(result.token_ids), list(expected))
+
+
+def assert_near_tie(lm: LanguageModel, prompt: str, one: list[int], other: list[int]) -> None:
+    place = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    lm.session.rewind(0)
+    logits = prefill(lm.session, [*lm.prompt_ids(prompt), *one[:place]], logits=True).logits
+    assert logits is not None
+    assert abs(float(logits[0, one[place]] - logits[0, other[place]])) < lm.session.near_tie

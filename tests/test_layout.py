@@ -28,6 +28,7 @@ LIGHT = {
     "specstream.models.config",
     "specstream.export.contract",
     "specstream.export.coreml_contract",
+    "specstream.export.weight_blob",
 }
 
 HEAVY = ("torch", "transformers", "onnx", "onnxscript", "optimum", "accelerate", "gguf", "safetensors", "coremltools", "sklearn")

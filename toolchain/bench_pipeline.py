@@ -207,6 +207,8 @@ class _Opened:
 
     def __init__(self, path: Path, threads: int) -> None:
         before = _resident_bytes()
+        if Bundle.load(path, check=False).manifest.contract.coreml is not None:
+            raise UserError(f"{path}: a Core ML bundle; bench measures ONNX Runtime, so time calls on the device itself (docs/ios.md)")
         self.lm = load(path, threads=threads)
         self.name = path.absolute().name
         session = self.lm.session

@@ -67,6 +67,9 @@ def describe(manifest: Manifest) -> list[tuple[str, str]]:
     ]
     if manifest.package is not None:
         rows.append(("package", f"for {manifest.package.target}, checked with {manifest.package.capacity:,} rows of cache"))
+    if contract.coreml is not None:
+        names = [function.name for function in contract.coreml.functions] + ([contract.coreml.draft] if contract.coreml.draft else [])
+        rows.append(("functions", f"{', '.join(names)}; room for {contract.coreml.capacity:,} tokens"))
     if manifest.parity is not None:
         parity = manifest.parity
         rows.append(("parity", f"top-1 agreement with PyTorch {parity.top1_agreement:.2%}, largest difference {parity.max_abs_diff:.1e}"))

@@ -31,6 +31,11 @@ ABOUT: Final = {
     "ADAPTER.md": "the adapter's card: its data and their licences",
 }
 
+PADDED: Final = (
+    "A call of one row takes a copy of that row along, neither seeing the other, and the copy's output is not used: with 8-bit activations "
+    "kernels for one row round differently, and plain decoding would not agree with trees.",
+)
+
 
 def page(manifest: Manifest, golden: Golden, files: Iterable[str]) -> str:
     """Markdown for the package that the manifest describes.
@@ -206,6 +211,7 @@ def _loop(golden: Golden, ios: bool) -> str:
             "**Call.** One for the whole tree. Committed rows, the tree's rows",
             "and γ for each row that carries streams, together," if beside else "together",
             f"must not exceed the capacity. Trees have {golden.max_tree_rows:,} rows at most.",
+            *PADDED[: golden.pad_single],
         ),
         _item(
             "4.",

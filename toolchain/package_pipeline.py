@@ -29,6 +29,7 @@ from specstream.runtimes.joined import PRIOR_WEIGHTS
 from specstream.runtimes.language_model import LanguageModel, open_session, stream_policy
 from specstream.runtimes.manifest import FileEntry, Manifest, PackageInfo, Target
 from specstream.runtimes.ngrams import NGRAM_FILE, NgramTable
+from specstream.runtimes.ort_session import OrtSession
 from specstream.runtimes.profile import bundle_id
 from specstream.runtimes.sampling import Sampling
 from specstream.runtimes.session import Session
@@ -328,6 +329,9 @@ def _record(bundle: Bundle, rows: int, prompts: Sequence[str]) -> Golden:
     manifest = bundle.manifest
     codec = TextCodec.from_bundle(bundle)
     session = _open(bundle, rows)
+    pad_single = isinstance(session, OrtSession) and manifest.quantization.rounds_activations
+    if isinstance(session, OrtSession):
+        session.pad_single = pad_single  # in plain traces too: then all greedy traces of a prompt have one text
     ngrams = NgramTable.load(bundle.path(NGRAM_FILE), manifest.model.vocab_size) if bundle.has(NGRAM_FILE) else None
     model = LanguageModel(manifest, session, codec, None, ngrams)
     streams = manifest.streams
@@ -385,6 +389,7 @@ def _record(bundle: Bundle, rows: int, prompts: Sequence[str]) -> Golden:
         max_tree_rows=min(session.max_tree_rows, rows),
         max_stream_rows=min(session.max_stream_rows, rows),
         near_tie=session.near_tie,
+        pad_single=pad_single,
         stop_ids=tuple(sorted(codec.stop_ids)),
         bos_id=manifest.tokenizer.bos_id,
         scheme=manifest.quantization.scheme,

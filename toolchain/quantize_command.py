@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from specstream.models.errors import UserError
 from specstream.toolchain.report import json_option, write_report
 
 
@@ -18,8 +20,11 @@ from specstream.toolchain.report import json_option, write_report
     "--scheme",
     required=True,
     metavar="NAME",
-    help="int4 or int8: weights in blocks. w8a8: 8-bit activations too. mixed: w8a8 within --max-kl.",
+    help="ONNX: int4 or int8: weights in blocks; w8a8: 8-bit activations too; mixed: w8a8 within --max-kl. "
+    "Core ML: int8, int4 (not for the Neural Engine), palette4, palette6.",
 )
+@click.option("--head", metavar="NAME", help="Core ML: scheme of the embedding and the head, or fp16. [default: by --scheme]")
+@click.option("--group-size", type=int, metavar="N", help="Core ML: output channels that share a palette. [default: 16]")
 @click.option("--block-size", type=int, default=32, show_default=True, help="Weights that share a scale, in blocks.")
 @click.option("--accuracy-level", type=int, default=4, show_default=True, help="In blocks: 4 rounds activations to 8 bits, 0 does not.")
 @click.option(
@@ -29,7 +34,7 @@ from specstream.toolchain.report import json_option, write_report
     help='JSON lines with "prompt", like those to come: for scales (w8a8, mixed) and figures of quality.',
 )
 @click.option("--limit", type=click.IntRange(min=1), default=24, show_default=True, help="Take the first prompts only.")
-@click.option("--max-kl", type=click.FloatRange(min=0), metavar="NATS", help="Fail when the mean KL from fp32 is larger.")
+@click.option("--max-kl", type=click.FloatRange(min=0), metavar="NATS", help="Fail when the mean KL from BUNDLE is larger.")
 @click.option("--max-flips", type=click.FloatRange(min=0, max=1), metavar="SHARE", help="Fail when siblings' rows change more argmaxes.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
 @click.option("--force", is_flag=True, help="Replace OUT if it is a bundle already.")
@@ -38,6 +43,8 @@ def quantize(
     bundle: Path,
     out: Path,
     scheme: str,
+    head: str | None,
+    group_size: int | None,
     block_size: int,
     accuracy_level: int,
     calibration: Path | None,
@@ -54,42 +61,72 @@ def quantize(
     is what speculation lives from. With --calibration the result is loaded in a fresh process and compared with BUNDLE on the texts
     that BUNDLE answers these prompts with.
 
+    Of a Core ML bundle, palette4 is the smallest that every processor of a device computes right. Off a Mac its texts come from the
+    reference evaluator, about a second a call: take few prompts (--limit).
+
     \b
     Example:
       specstream quantize sql-bundle sql-w8a8 --scheme w8a8 --calibration prompts.jsonl --max-kl 0.02
+      specstream quantize sql-coreml sql-palette --scheme palette4
     """
+    from specstream.runtimes.bundle import Bundle
     from specstream.toolchain.extras import require
+    from specstream.toolchain.quantize_pipeline import Limits, quantize_bundle
     from specstream.toolchain.terminal import step_status
 
-    require("export")
-
-    from specstream.toolchain.quantize_pipeline import Limits, quantize_bundle
-
+    limits = Limits(max_kl, max_flips)
+    coreml = Bundle.load(bundle, check=False).manifest.contract.coreml is not None
+    _refuse_others_options(bundle, coreml)
     with step_status() as progress:
-        report = quantize_bundle(
-            bundle,
-            out,
-            scheme,
-            block_size=block_size,
-            accuracy_level=accuracy_level,
-            calibration=calibration,
-            limit=limit,
-            limits=Limits(max_kl, max_flips),
-            threads=threads,
-            force=force,
-            progress=progress,
-        )
+        if coreml:
+            from specstream.quantize.coreml_schemes import CoreMLOptions
+            from specstream.toolchain.coreml_quantize import quantize_package_bundle
+
+            options = CoreMLOptions(scheme, head or "", block_size, 16 if group_size is None else group_size)
+            report = quantize_package_bundle(
+                bundle, out, options, calibration=calibration, limit=limit, limits=limits, force=force, progress=progress
+            )
+        else:
+            require("export")
+            report = quantize_bundle(
+                bundle,
+                out,
+                scheme,
+                block_size=block_size,
+                accuracy_level=accuracy_level,
+                calibration=calibration,
+                limit=limit,
+                limits=limits,
+                threads=threads,
+                force=force,
+                progress=progress,
+            )
     click.echo(
         f"{out}: {report['bundle_bytes'] / 1e6:.0f} MB, {report['bundle_share']:.3f} of the original, in {report['seconds']:.0f} s, "
         f"peak memory {report['peak_rss_bytes'] / 1e6:.0f} MB"
     )
     click.echo("matrices: " + ", ".join(f"{count} {kind}" for kind, count in report["products"].items()))
     if report["quality"] is not None:
-        _print(report["quality"], report["reference"], scheme)
+        _print(report["quality"], report["reference"], scheme, "fp16" if coreml else "fp32")
     write_report(json_file, "quantize", report)
 
 
-def _print(quality: Mapping[str, Any], before: Mapping[str, Any], scheme: str) -> None:
+def _refuse_others_options(bundle: Path, coreml: bool) -> None:
+    """Options that mean nothing for this kind of bundle.
+
+    Raises:
+        UserError: one was given.
+    """
+    context = click.get_current_context()
+    others = ("accuracy_level", "threads") if coreml else ("head", "group_size")
+    given = [name for name in others if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        kinds = ("a Core ML", "ONNX") if coreml else ("an ONNX", "Core ML")
+        raise UserError(f"{options}: {bundle} is {kinds[0]} bundle; this is for {kinds[1]} only")
+
+
+def _print(quality: Mapping[str, Any], before: Mapping[str, Any], scheme: str, original: str) -> None:
     from rich.table import Table
 
     from specstream.toolchain.terminal import table_console
@@ -97,11 +134,11 @@ def _print(quality: Mapping[str, Any], before: Mapping[str, Any], scheme: str) -
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    table = Table(title=f"{scheme} beside fp32, {quality['tokens']} tokens that fp32 wrote")
-    for column in ("", "fp32", scheme):
+    table = Table(title=f"{scheme} beside {original}, {quality['tokens']} tokens that {original} wrote")
+    for column in ("", original, scheme):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("perplexity", show(before["perplexity"], ".4f"), show(quality["perplexity"], ".4f"))
-    table.add_row("KL from fp32, mean (largest)", "", f"{quality['kl']:.4f} ({quality['kl_max']:.3f})")
+    table.add_row(f"KL from {original}, mean (largest)", "", f"{quality['kl']:.4f} ({quality['kl_max']:.3f})")
     table.add_row("top-1 agreement", "", show(quality["top1_agreement"], ".2%"))
     table.add_row("exact match", show(before["exact_match"], ".1%"), show(quality["exact_match"], ".1%"))
     table.add_row("tokens per call", show(before["tokens_per_call"], ".2f"), show(quality["tokens_per_call"], ".2f"))

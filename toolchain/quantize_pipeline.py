@@ -40,11 +40,11 @@ class Limits:
     max_kl: float | None = None
     max_flips: float | None = None
 
-    def missed(self, quality: Mapping[str, Any]) -> list[str]:
-        """What is beyond them, in words."""
+    def missed(self, quality: Mapping[str, Any], original: str = "fp32") -> list[str]:
+        """What is beyond them, in words; ``original`` names what the bundle was compared with."""
         found = []
         if self.max_kl is not None and not quality["kl"] <= self.max_kl:
-            found.append(f"KL from fp32 is {quality['kl']:.4f} nats (at most {self.max_kl:g} allowed)")
+            found.append(f"KL from {original} is {quality['kl']:.4f} nats (at most {self.max_kl:g} allowed)")
         rate = quality["flip_rate"]
         if self.max_flips is not None and rate is None:
             found.append("flip rate is unknown: the prompts leave no room in the context to compare rows")
@@ -111,7 +111,7 @@ def quantize_bundle(
         samples: dict[str, dict[str, Sample]] | None = None
         if asked is not None:
             say("writing texts with the fp32 bundle")
-            before = _write_reference(bundle.folder, scratch, asked, threads)
+            before = write_reference(bundle.folder, scratch, asked, threads)
         if scheme in NEEDS_SAMPLES:
             say("collecting activations")
             samples = _collect(bundle.folder, scratch)
@@ -142,7 +142,7 @@ def quantize_bundle(
     bundle_bytes = sum(entry.bytes for entry in final.manifest.files)
     return {
         "seconds": time.monotonic() - begun,
-        "peak_rss_bytes": max(peak_rss_bytes(), _children_peak()),
+        "peak_rss_bytes": max(peak_rss_bytes(), children_peak()),
         "weight_bytes": written.weight_bytes,
         "bundle_bytes": bundle_bytes,
         "bundle_share": bundle_bytes / sum(entry.bytes for entry in bundle.manifest.files),
@@ -185,7 +185,7 @@ class _Attempt:
         entries = tuple(FileEntry(file.relative_to(folder).as_posix(), "", file.stat().st_size) for file in files)
         manifest = dataclasses.replace(self.manifest(None, None, None), files=entries)
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-        return _quality("compare", folder, self.scratch, self.threads, *arguments)
+        return measure_quality("compare", folder, self.scratch, self.threads, *arguments)
 
     def manifest(self, written: Written | None, quality: dict[str, Any] | None, before: dict[str, Any] | None) -> Manifest:
         options = self.quantizer.options
@@ -236,11 +236,11 @@ def _other_files(bundle: Bundle, graphs: list[str]) -> list[str]:
     return [entry.path for entry in bundle.manifest.files if entry.path not in weights and entry.path not in graphs]
 
 
-def _write_reference(folder: Path, scratch: Path, asked: PromptRows, threads: int | None) -> dict[str, Any]:
+def write_reference(folder: Path, scratch: Path, asked: PromptRows, threads: int | None) -> dict[str, Any]:
     from specstream.toolchain.quantize_quality import write_prompts
 
     write_prompts(scratch, asked.prompts, asked.completions, MAX_NEW_TOKENS)
-    return _quality("reference", folder, scratch, threads)
+    return measure_quality("reference", folder, scratch, threads)
 
 
 def _collect(folder: Path, scratch: Path) -> dict[str, dict[str, Sample]]:
@@ -252,7 +252,7 @@ def _collect(folder: Path, scratch: Path) -> dict[str, dict[str, Sample]]:
     return read_samples(rows)
 
 
-def _quality(what: str, bundle: Path, scratch: Path, threads: int | None, *arguments: str) -> dict[str, Any]:
+def measure_quality(what: str, bundle: Path, scratch: Path, threads: int | None, *arguments: str) -> dict[str, Any]:
     given = () if threads is None else ("--threads", str(threads))
     result: dict[str, Any] = json.loads(_run("specstream.toolchain.quantize_quality", what, str(bundle), str(scratch), *given, *arguments))
     return result
@@ -276,7 +276,7 @@ def _run(module: str, *arguments: str) -> str:
     raise CheckFailed(f"{module.rpartition('.')[2]} {ended}: {said}; nothing was written")
 
 
-def _children_peak() -> int:
+def children_peak() -> int:
     """Most memory that any process started from this one has held."""
     try:
         import resource

@@ -68,11 +68,14 @@ def reference(bundle: Path, folder: Path, threads: int | None = None) -> dict[st
     return {"tokens": tokens, "perplexity": float(np.exp(-said / tokens)), **_generated(answers, asked["completions"], lm)}
 
 
-def compare(bundle: Path, folder: Path, threads: int | None = None, generate: bool = True) -> dict[str, Any]:
+def compare(
+    bundle: Path, folder: Path, threads: int | None = None, generate: bool = True, row_prompts: int = ROW_PROMPTS
+) -> dict[str, Any]:
     """Figures of a bundle on the texts of :func:`reference`, teacher-forced: every token is predicted from the reference's text.
 
     Args:
         generate: whether to let it write texts of its own as well, for ``tokens_per_call`` and ``exact_match``.
+        row_prompts: on how many prompts rows are compared with other rows beside them.
 
     Returns:
         ``tokens``, ``kl`` (mean of KL(reference || bundle) in nats), ``kl_max``, ``top1_agreement``, ``perplexity``;
@@ -100,7 +103,7 @@ def compare(bundle: Path, folder: Path, threads: int | None = None, generate: bo
         "kl_max": float(kl.max()),
         "top1_agreement": agreeing / place,
         "perplexity": float(np.exp(-said / place)),
-        **compare_rows(lm.session, texts[:ROW_PROMPTS]),
+        **compare_rows(lm.session, texts[:row_prompts]),
     }
     if generate:
         asked = json.loads((folder / PROMPTS).read_text(encoding="utf-8"))
@@ -114,8 +117,11 @@ def forced_logprobs(session: Session, prompt: Sequence[int], continuation: Seque
     first = prefill(session, prompt, logits=True).logits
     assert first is not None
     scores = [first.copy()]
-    if len(continuation) > 1:
-        scores.append(_run(session, chain(continuation[0], continuation[1:-1])))
+    # The last token predicts nothing that is asked for; a call takes as many rows as the session allows.
+    rest, step = continuation[:-1], session.max_tree_rows
+    for tokens in (rest[start : start + step] for start in range(0, len(rest), step)):
+        scores.append(_run(session, chain(tokens[0], tokens[1:])))
+        session.commit(range(len(tokens)))
     logits = np.concatenate(scores)
     logits -= logits.max(axis=1, keepdims=True)
     logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -129,8 +135,9 @@ def compare_rows(session: Session, texts: Sequence[tuple[list[int], list[int]]])
     for prompt, continuation in texts:
         session.rewind(0)
         prefill(session, prompt)
-        for start in range(0, len(continuation), ROW_DEPTH):
-            tokens = continuation[start : start + ROW_DEPTH]
+        depth = min(ROW_DEPTH, (session.max_tree_rows + 1) // 2)
+        for start in range(0, len(continuation), depth):
+            tokens = continuation[start : start + depth]
             if session.length + 2 * len(tokens) > session.capacity:
                 break  # the chain with its siblings does not fit any more
             alone = _run(session, chain(tokens[0], tokens[1:]))
@@ -203,11 +210,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--no-generate", action="store_true", help="compare teacher-forced only")
+    parser.add_argument("--row-prompts", type=int, default=ROW_PROMPTS, help="prompts on which rows are compared with others beside them")
     given = parser.parse_args(arguments)
     if given.what == "reference":
         result = reference(given.bundle, given.folder, given.threads)
     else:
-        result = compare(given.bundle, given.folder, given.threads, not given.no_generate)
+        result = compare(given.bundle, given.folder, given.threads, not given.no_generate, given.row_prompts)
     print(json.dumps(result))
     return 0
 

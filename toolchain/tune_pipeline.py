@@ -86,6 +86,8 @@ def tune(path: Path, prompts: Sequence[str], options: TuneOptions, step: Callabl
         UserError: a bad bundle, or options and prompts that do not fit it.
     """
     bundle = Bundle.load(path)
+    if bundle.manifest.contract.coreml is not None:
+        raise UserError(f"{path}: a Core ML bundle; tune measures ONNX Runtime, so time calls on the device itself (docs/ios.md)")
     codec = TextCodec.from_bundle(bundle)
     model, streams = bundle.manifest.model, bundle.manifest.streams
     gamma = streams.num_streams if streams else 0

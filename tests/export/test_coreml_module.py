@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,7 @@ def test_rotary_tables_are_those_of_fp32() -> None:
 def test_the_model_is_as_before() -> None:
     model = streams_model("Gemma3", "delayed")
     before = dict(model.named_modules())
-    with pytest.raises(KeyError), fp16_safe(model, 64):
+    with contextlib.suppress(KeyError), fp16_safe(model, 64):
         assert any(isinstance(module, SafeRmsNorm) for module in model.modules())
         raise KeyError
     after = dict(model.named_modules())

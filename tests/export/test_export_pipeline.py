@@ -181,8 +181,8 @@ def test_failed_parity_leaves_nothing(base_folder: Path, tmp_path: Path, monkeyp
 
 
 def test_parity_process_reports_failure(made: tuple[Path, dict[str, object], list[str]], tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match="could not run the graph"):
-        export_pipeline._run_parity(made[0] / "model.onnx", tmp_path / "absent.npz")
+    with pytest.raises(CheckFailed, match="ONNX Runtime could not run the graph"):
+        export_pipeline._run_parity("ONNX Runtime", ["specstream.export.parity", str(made[0] / "model.onnx"), str(tmp_path / "absent.npz")])
 
 
 def refused(match: str, base: Path, out: Path, adapter: Path | None) -> None:

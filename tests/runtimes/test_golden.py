@@ -73,6 +73,7 @@ def recorded(bundle: Bundle, prompts: list[str]) -> Recorded:
         max_tree_rows=64,
         max_stream_rows=64,
         near_tie=1e-3,
+        pad_single=False,
         stop_ids=tuple(sorted(codec.stop_ids)),
         bos_id=None,
         scheme="fp32",

@@ -1,4 +1,4 @@
-"""Reads the weight file of a Core ML package (``weights/weight.bin``): arrays at offsets, elements of less than a byte among them.
+"""Weight files of Core ML packages (``weights/weight.bin``), read and written: arrays at offsets, elements of less than a byte too.
 
 The layout is that of Core ML's blob storage, version 2 (coremltools, ``mlmodel/src/MILBlob/Blob/StorageFormat.hpp``): a header of 64
 bytes; at each offset that a program names a record of 64 bytes, which says where the data is. Knows nothing of programs.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,7 @@ def unpack(data: npt.NDArray[np.uint8], dtype: str, count: int) -> Array:
         [count] uint8, or int8 for a signed type.
     """
     bits = BITS[dtype]
+    values: Array
     if bits == 4:
         values = np.stack([data & 15, data >> 4], axis=-1).reshape(-1)[:count]
     else:
@@ -58,8 +60,21 @@ def unpack(data: npt.NDArray[np.uint8], dtype: str, count: int) -> Array:
         values = np.packbits(table, axis=-1, bitorder="little").reshape(count)
     if dtype.startswith("int"):
         sign = 1 << (bits - 1)
-        return (values ^ sign).astype(np.int8) - np.int8(sign)
+        signed: Array = (values ^ sign).astype(np.int8) - np.int8(sign)
+        return signed
     return values
+
+
+def pack(values: Array, dtype: str) -> Array:
+    """The reverse of :func:`unpack`; unused bits at the end are zero."""
+    bits = BITS[dtype]
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    if bits == 4:
+        if flat.size % 2:
+            flat = np.append(flat, np.uint8(0))
+        return (flat[0::2] & 15) | (flat[1::2] << 4)
+    table = np.unpackbits(flat[:, None], axis=-1, bitorder="little")[:, :bits]
+    return np.packbits(table.reshape(-1), bitorder="little")
 
 
 class WeightBlob:
@@ -74,7 +89,7 @@ class WeightBlob:
         if not path.is_file():
             raise UserError(f"{path}: the package's weights are missing; copy the whole package again")
         self._bytes: npt.NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
-        if len(self._bytes) < RECORD_BYTES or HEADER.unpack_from(self._bytes)[1] != VERSION:
+        if len(self._bytes) < RECORD_BYTES or HEADER.unpack_from(self._bytes.data)[1] != VERSION:
             raise UserError(f"{path}: is not a Core ML weight file of version {VERSION}, or is cut short; copy the whole package again")
 
     def read(self, offset: int, dtype: str, shape: tuple[int, ...]) -> Array:
@@ -86,7 +101,7 @@ class WeightBlob:
         where = f"{self.path}: the weight at {offset}"
         if offset + RECORD_BYTES > len(self._bytes):
             raise UserError(f"{where} lies behind the end of the file ({len(self._bytes)} bytes); copy the whole package again")
-        marker, number, size, start, _ = RECORD.unpack_from(self._bytes, offset)
+        marker, number, size, start, _ = RECORD.unpack_from(self._bytes.data, offset)
         if marker != MARKER:
             raise UserError(f"{where} is damaged: no record is there; copy the whole package again")
         if NUMBERS.get(dtype) != number:
@@ -103,3 +118,52 @@ class WeightBlob:
         data = self._bytes[start : start + size]
         values = unpack(data, dtype, count) if dtype in BITS else data.view(NUMPY[dtype])
         return np.asarray(values.reshape(shape))
+
+
+class WeightBlobWriter:
+    """Writes a weight file, one array at a time. Use as a context manager.
+
+    Args:
+        path: a new file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._count = 0
+        self._stream: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        self._stream = open(self.path, "wb")
+        self._stream.write(bytes(RECORD_BYTES))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._stream is not None:
+            self._stream.seek(0)
+            self._stream.write(HEADER.pack(self._count, VERSION))
+            self._stream.close()
+
+    def write(self, values: Array, dtype: str) -> int:
+        """Append an array and return the offset at which a program finds it.
+
+        Args:
+            values: of ``NUMPY[dtype]``; where elements are less than a byte, one byte each.
+            dtype: one of ``NUMBERS``.
+        """
+        assert self._stream is not None
+        if values.dtype != NUMPY[dtype]:
+            raise ValueError(f"{values.dtype} given for {dtype}")
+        data: Array = pack(values, dtype) if dtype in BITS else np.ascontiguousarray(values)
+        offset = self._align()
+        unused = data.nbytes * 8 - values.size * BITS[dtype] if dtype in BITS else 0
+        record = RECORD.pack(MARKER, NUMBERS[dtype], data.nbytes, offset + RECORD_BYTES, unused)
+        self._stream.write(record.ljust(RECORD_BYTES, b"\0"))
+        self._stream.write(data.tobytes())
+        self._align()
+        self._count += 1
+        return offset
+
+    def _align(self) -> int:
+        assert self._stream is not None
+        self._stream.write(bytes(-self._stream.tell() % RECORD_BYTES))
+        return self._stream.tell()
