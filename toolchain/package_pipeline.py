@@ -36,6 +36,7 @@ from specstream.runtimes.session import Session
 from specstream.runtimes.text import TextCodec
 from specstream.toolchain import golden_replay, replay_script
 from specstream.toolchain.archive import pack
+from specstream.toolchain.extras import require
 from specstream.toolchain.package_page import PAGE_FILE, page
 from specstream.toolchain.zoo import adapter_with
 
@@ -46,6 +47,7 @@ OPERATORS_FILE: Final = "required_operators.config"
 ADAPTER_CARD: Final = "ADAPTER.md"
 SAMPLED: Final = Sampling(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=1)  # what sampled traces are made with
 NEW_TOKENS: Final = 32  # of each trace
+EVALUATED: Final = (2, 12)  # prompts and tokens where the reference evaluator stands in for Core ML: seconds a call
 STREAM_BUDGET, JOINED_BUDGET = 8, 16  # rows of a call
 SCRATCH_BYTES: Final = 64 << 20  # beside weights: tokenizer, traces, page
 
@@ -215,6 +217,8 @@ def _check_form(bundle: Bundle, target: Target) -> None:
     is_onnx = manifest.contract.coreml is None
     if target == "ios" and is_onnx:
         raise UserError(f"{bundle.folder}: an ONNX bundle, and ios needs a Core ML one: specstream export MODEL OUT --format coreml")
+    if target == "android":
+        require("export")
     if target != "ios" and not is_onnx:
         raise UserError(f"{bundle.folder}: not an ONNX bundle, which {target} needs: specstream export MODEL OUT --format onnx")
 
@@ -271,10 +275,6 @@ def _copy(bundle: Bundle, writer: BundleWriter, say: Callable[[str], None]) -> M
 
 def _write_android(bundle: Bundle, writer: BundleWriter, say: Callable[[str], None]) -> Manifest:
     """Graphs in ``.ort`` form with their weights inside, the ONNX graphs that take their weights from there, and the operators of both."""
-    from specstream.toolchain.extras import require
-
-    require("export")
-
     from specstream.export.ort_format import LARGEST_FILE, config_text, onnx_operators, operators, share_weights
 
     manifest = bundle.manifest
@@ -334,6 +334,9 @@ def _record(bundle: Bundle, rows: int, prompts: Sequence[str]) -> Golden:
         session.pad_single = pad_single  # in plain traces too: then all greedy traces of a prompt have one text
     ngrams = NgramTable.load(bundle.path(NGRAM_FILE), manifest.model.vocab_size) if bundle.has(NGRAM_FILE) else None
     model = LanguageModel(manifest, session, codec, None, ngrams)
+    new_tokens = NEW_TOKENS
+    if manifest.contract.coreml is not None and not has_core_ml():
+        prompts, new_tokens = prompts[: EVALUATED[0]], min(EVALUATED[1], NEW_TOKENS)
     streams = manifest.streams
     kinds: list[tuple[str, int]] = [("joined" if streams is not None or ngrams is not None else "lookup", JOINED_BUDGET)]
     if streams is not None:
@@ -352,7 +355,7 @@ def _record(bundle: Bundle, rows: int, prompts: Sequence[str]) -> Golden:
                 prompt=prompts[number],
                 draft=draft,
                 budget=size,
-                max_new_tokens=NEW_TOKENS,
+                max_new_tokens=new_tokens,
                 sampling=sampling,
                 policy=stream_policy(1),
             )
