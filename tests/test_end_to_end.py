@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime
 import pytest
 
 from specstream.runtimes import Sampling, load
