@@ -161,6 +161,7 @@ def package_bundle(
     bundle = Bundle.load(source)
     _check_form(bundle, wanted)
     rows = _capacity(bundle, capacity)
+    _check_prompts(bundle, rows, prompts)
     cache = cache_bytes(bundle.manifest, rows)
     budget.check_size(sum(entry.bytes for entry in bundle.manifest.files))
     budget.check_memory(Memory(sum(bundle.path(name).stat().st_size for name in _model_files(bundle)), cache))
@@ -232,6 +233,14 @@ def _capacity(bundle: Bundle, asked: int | None) -> int:
     if asked is None:
         return min(DEFAULT_CAPACITY, most) if coreml is None else most
     return asked
+
+
+def _check_prompts(bundle: Bundle, rows: int, prompts: Sequence[str]) -> None:
+    """Whether the cache holds each prompt and a token behind it."""
+    codec = TextCodec.from_bundle(bundle)
+    for number, prompt in enumerate(prompts, 1):
+        if (tokens := len(codec.encode(prompt))) >= rows:
+            raise UserError(f"prompt {number} has {tokens} tokens, the package's cache {rows} rows; shorten it or raise --capacity")
 
 
 def graph_names(manifest: Manifest) -> list[str]:
@@ -361,12 +370,7 @@ def _record(bundle: Bundle, rows: int, prompts: Sequence[str]) -> Golden:
             )
         )
 
-    for number, prompt in enumerate(prompts):
-        room = rows - len(codec.encode(prompt))
-        if room < 1:
-            raise UserError(
-                f"prompt {number + 1} has {rows - room} tokens, the package's cache {rows} rows; shorten it or raise --capacity"
-            )
+    for number in range(len(prompts)):
         if number == 0:
             add(number, "none", 1)
         for draft, size in kinds:
