@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
@@ -102,14 +103,18 @@ class BundleWriter:
     Args:
         out: the folder to make.
         force: replace ``out`` when it is a bundle (or an empty folder) already.
+        archive: packs a folder into a file, which appears as ``out``.zip beside the bundle, just before it.
     """
 
     _active: ClassVar[set[Path]] = set()  # temporary folders of this process that are being written
 
-    def __init__(self, out: str | os.PathLike[str], force: bool = False) -> None:
+    def __init__(self, out: str | os.PathLike[str], force: bool = False, archive: Callable[[Path, Path], None] | None = None) -> None:
         self.out = Path(os.path.abspath(out))
         self.force = force
         self.folder = self.out.with_name(f".{self.out.name}.partial-{os.getpid()}")
+        self.archive = self.out.with_name(f"{self.out.name}.zip")
+        self._partial_archive = self.folder.with_name(f"{self.folder.name}.zip")
+        self._pack = archive
         self._made_parents: list[Path] = []
         self._signals: dict[int, Any] = {}
         self._finished = False
@@ -153,8 +158,8 @@ class BundleWriter:
                 f"{self.out}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free on that disk; free some space or write elsewhere"
             )
 
-    def finish(self, manifest: Manifest) -> Bundle:
-        """Hash the files, write the manifest with them and rename the folder to ``out``.
+    def seal(self, manifest: Manifest) -> Bundle:
+        """Hash the files and write the manifest with them: the temporary folder is a bundle, until something in it changes.
 
         Args:
             manifest: its ``files`` are replaced by those found.
@@ -165,7 +170,20 @@ class BundleWriter:
         if not Bundle(self.folder, manifest).has(manifest.graph):
             raise ValueError(f"the manifest's graph {manifest.graph!r} was not written")
         (self.folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        return Bundle(self.folder, manifest)
+
+    def finish(self, manifest: Manifest) -> Bundle:
+        """Hash the files, write the manifest with them and rename the folder to ``out``.
+
+        Args:
+            manifest: as for :meth:`seal`.
+        """
+        manifest = self.seal(manifest).manifest
+        if self._pack is not None:
+            self._pack(self.folder, self._partial_archive)
         self._check_out()
+        if self._pack is not None:
+            os.replace(self._partial_archive, self.archive)
         if os.path.lexists(self.out):
             old = self.out.with_name(f".{self.out.name}.replaced-{os.getpid()}")
             os.rename(self.out, old)
@@ -186,6 +204,10 @@ class BundleWriter:
             raise UserError(f"{self.out}: the disk is full; free some space or write elsewhere") from error
 
     def _check_out(self) -> None:
+        if self._pack is not None and not self.force and os.path.lexists(self.archive):
+            raise UserError(f"{self.archive}: exists already; choose another place or replace it with --force")
+        if self._pack is not None and self.archive.is_dir():
+            raise UserError(f"{self.archive}: is a folder, and the archive goes there; choose another place")
         if not os.path.lexists(self.out):
             return
         if not self.force:
@@ -197,7 +219,7 @@ class BundleWriter:
 
     def _remove_stale(self) -> None:
         """Remove what killed processes left of earlier writes to the same ``out``."""
-        pattern = re.compile(re.escape(f".{self.out.name}.") + r"(?:partial|replaced)-(\d+)")
+        pattern = re.compile(re.escape(f".{self.out.name}.") + r"(?:partial|replaced)-(\d+)(?:\.zip)?")
         for folder in self.out.parent.iterdir():
             match = pattern.fullmatch(folder.name)
             # In a container a new process often has the old one's number: a folder with ours that we do not write is stale.
@@ -218,6 +240,7 @@ class BundleWriter:
         try:
             if not self._finished:
                 _remove(self.folder)
+                _remove(self._partial_archive)
                 for parent in reversed(self._made_parents):
                     with contextlib.suppress(OSError):  # something else was put there meanwhile
                         parent.rmdir()

@@ -155,9 +155,29 @@ class ExportCost:
     bundle_bytes: int
 
 
+Target = Literal["ios", "android", "linux-arm64"]
+
+
+@dataclass(frozen=True)
+class PackageInfo:
+    """That the bundle is a package for devices of one kind.
+
+    Attributes:
+        target: what it is for.
+        capacity: rows of cache that it was checked and measured with.
+        source: of the bundle that it was made of, sha256 over names and hashes of its files.
+    """
+
+    target: Target
+    capacity: int
+    source: str
+
+
 @dataclass(frozen=True)
 class Manifest:
     """All of `specstream.json`. Unknown keys are refused, so that nothing in a bundle is silently ignored."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"package"})  # keys that manifests of earlier versions lack
 
     model: ModelInfo
     streams: StreamInfo | None
@@ -169,6 +189,7 @@ class Manifest:
     parity: Parity | None = None
     export: ExportCost | None = None
     verified: dict[str, Any] | None = None
+    package: PackageInfo | None = None
     files: tuple[FileEntry, ...] = ()
     format: int = BUNDLE_FORMAT
 

@@ -76,6 +76,11 @@ class TextCodec:
         template = bundle.path(CHAT_TEMPLATE).read_text(encoding="utf-8") if bundle.manifest.tokenizer.has_chat_template else None
         return cls(tokenizer, bundle.manifest.tokenizer.stop_ids, template, specials)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether a user's text goes through a chat template."""
+        return self._template is not None
+
     def encode(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
         """Token ids of a prompt.
 

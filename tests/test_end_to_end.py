@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime
 import pytest
 
 from specstream.runtimes import Sampling, load
@@ -13,6 +18,7 @@ from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.language_model import LanguageModel
 from specstream.runtimes.session import prefill
 from specstream.toolchain.export_pipeline import export_bundle
+from specstream.toolchain.package_pipeline import package_bundle
 from specstream.toolchain.quantize_pipeline import quantize_bundle
 from specstream.toolchain.zoo import resolve_adapter
 
@@ -103,3 +109,29 @@ def assert_near_tie(lm: LanguageModel, prompt: str, one: list[int], other: list[
     logits = prefill(lm.session, [*lm.prompt_ids(prompt), *one[:place]], logits=True).logits
     assert logits is not None
     assert abs(float(logits[0, one[place]] - logits[0, other[place]])) < lm.session.near_tie
+
+
+def test_an_android_package_replays_with_onnxruntime_alone(exported: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out, _ = exported
+    quantize_bundle(out, tmp_path / "int4", "int4")
+    package = tmp_path / "android"
+    report = package_bundle(tmp_path / "int4", package, "android", prompts=PROMPTS[:1], capacity=512)
+    assert report["archive_bytes"] > report["package_bytes"] > 0.9 * report["memory"]["weights"]
+    assert (package / "ADAPTER.md").is_file()
+    greedy = [trace for trace in report["traces"] if "greedy" in trace["name"]]
+    assert len({trace["tokens"] for trace in greedy}) == 1
+    calls = {trace["name"].rpartition(", ")[2]: trace["calls"] for trace in greedy}
+    assert calls["joined"] < calls["streams"] < 0.6 * calls["none"]
+    # A path with ONNX Runtime and NumPy and nothing else.
+    site = tmp_path / "site"
+    site.mkdir()
+    for module in (onnxruntime, np):
+        home = Path(module.__file__).parent
+        for folder in (home, home.with_name(f"{home.name}.libs")):
+            if folder.is_dir():
+                (site / folder.name).symlink_to(folder)
+    command = [sys.executable, "-S", "-s", "-P", str(package / "replay.py"), "--json"]
+    environment = {"PYTHONPATH": str(site), "PATH": os.environ["PATH"]}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert all(trace["difference"] == "" for trace in json.loads(done.stdout)["traces"])

@@ -28,6 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "generate": ("specstream.toolchain.generate_command", "generate"),
     "chat": ("specstream.toolchain.chat_command", "chat"),
     "verify": ("specstream.toolchain.verify_command", "verify"),
+    "package": ("specstream.toolchain.package_command", "package"),
     "info": ("specstream.toolchain.info_command", "info"),
 }
 

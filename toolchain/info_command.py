@@ -65,6 +65,8 @@ def describe(manifest: Manifest) -> list[tuple[str, str]]:
         ("scheme", manifest.quantization.scheme),
         ("contract", f"version {contract.version}, profile {contract.profile}, opset {contract.opset}, {contract.cache_dtype} cache"),
     ]
+    if manifest.package is not None:
+        rows.append(("package", f"for {manifest.package.target}, checked with {manifest.package.capacity:,} rows of cache"))
     if contract.coreml is not None:
         names = [function.name for function in contract.coreml.functions] + ([contract.coreml.draft] if contract.coreml.draft else [])
         rows.append(("functions", f"{', '.join(names)}; room for {contract.coreml.capacity:,} tokens"))
@@ -104,6 +106,7 @@ def report(manifest: Manifest) -> dict[str, Any]:
         "contract": data["contract"],
         "parity": data["parity"],
         "verified": data["verified"],
+        "package": data["package"],
         "export": data["export"],
         "tools": data["tools"],
     }
