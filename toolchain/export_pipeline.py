@@ -140,6 +140,7 @@ def export_bundle(
             )
             check_base(fused, like, adapter)
         delayed = fused is not None and fused.config.placement == "delayed"
+        times: float
         if format == "coreml":  # each function is a package of 16 bits before they are joined
             times = 2 * (1 + len(plan_functions(functions, fused is not None and not delayed)) + delayed)
         else:
