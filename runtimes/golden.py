@@ -545,7 +545,12 @@ class _Recorder:
 
     def run(self, rows: Rows, logits: bool = False) -> StepOutput:
         out = self._session.run(rows, logits=True)
-        copied = StepOutput(*(None if a is None else a.copy() for a in (out.next_ids, out.logits, out.stream_ids, out.stream_logprobs)))
+        copied = StepOutput(
+            out.next_ids.copy(),
+            None if out.logits is None else out.logits.copy(),
+            None if out.stream_ids is None else out.stream_ids.copy(),
+            None if out.stream_logprobs is None else out.stream_logprobs.copy(),
+        )
         self.calls.append(_Call(self._session.length, rows, copied))
         return copied
 

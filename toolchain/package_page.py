@@ -162,7 +162,7 @@ def _ios(manifest: Manifest) -> str:
     rows = []
     for function in coreml.functions:
         streams = f", {function.stream_rows} with streams" if function.stream_rows else ""
-        rows.append((f"`{function.name}`", f"{function.rows} rows, {function.scored} scored{streams}"))
+        rows.append((f"`{function.name}`", f"{function.rows} {'row' if function.rows == 1 else 'rows'}, {function.scored} scored{streams}"))
     if coreml.draft is not None:
         rows.append((f"`{coreml.draft}`", "the streams of the last committed row"))
     return (
@@ -208,8 +208,9 @@ def _loop(golden: Golden, ios: bool) -> str:
         ),
         _item(
             "3.",
-            "**Call.** One for the whole tree. Committed rows, the tree's rows",
-            "and γ for each row that carries streams, together," if beside else "together",
+            "**Call.** One for the whole tree. Committed rows, the tree's rows and γ for each row that carries streams"
+            if beside
+            else "**Call.** One for the whole tree. Committed rows and the tree's rows together",
             f"must not exceed the capacity. Trees have {golden.max_tree_rows:,} rows at most.",
             *PADDED[: golden.pad_single],
         ),
