@@ -80,7 +80,7 @@ def compare(
     Returns:
         ``tokens``, ``kl`` (mean of KL(reference || bundle) in nats), ``kl_max``, ``top1_agreement``, ``perplexity``;
         ``flip_rate`` (argmax of a row that changes with siblings' rows beside it), ``flip_rate_plain`` (that changes between calls of
-        one row and of two), both None where no comparison fitted the context; ``rows_independent`` (bit-equal whatever the siblings'
+        one row and of two), both None where no comparison fitted the context or the session runs single rows only; ``rows_independent`` (bit-equal whatever the siblings'
         tokens are), ``rows_max_abs_diff``;
         ``tokens_per_call``, ``exact_match``.
     """
@@ -132,6 +132,8 @@ def compare_rows(session: Session, texts: Sequence[tuple[list[int], list[int]]])
     """Whether a row depends on which rows are beside it; see :func:`compare` for the keys."""
     rows = flips = plain_flips = 0
     independent, largest = True, 0.0
+    if session.max_tree_rows < 2:
+        texts = ()  # rows are never beside others
     for prompt, continuation in texts:
         session.rewind(0)
         prefill(session, prompt)

@@ -31,7 +31,7 @@ SIZES = ("--block-size", "16", "--group-size", "16", "--head", "int8")  # a voca
 @pytest.fixture(scope="module")
 def exported(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     out = tmp_path_factory.mktemp("out") / "fp16"
-    export_bundle(str(base_folder), out, format="coreml", capacity=120, tree_rows=(8,))
+    export_bundle(str(base_folder), out, format="coreml", capacity=120, functions=("decode_1", "tree_8"))
     return out
 
 
@@ -141,6 +141,19 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert message in err
     assert err.count("\n") == 1
     assert listing(bundle.parent) == ["fp16", "prompts.jsonl"]
+
+
+def test_a_package_of_single_rows(base_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """No trees: texts are run token by token, and no rows can be compared."""
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quantize_pipeline, "MAX_NEW_TOKENS", 4)
+    export_bundle(str(base_folder), tmp_path / "fp16", format="coreml", capacity=64, functions=("decode_1",))
+    assert run(["quantize", "fp16", "out", "--scheme", "int8", "--calibration", "prompts.jsonl"]) == 0
+    quality = Bundle.load("out").manifest.quantization.quality
+    assert quality is not None
+    assert (quality["flip_rate"], quality["rows_compared"]) == (None, 0)
+    assert quality["tokens_per_call"] == 1
 
 
 def test_what_is_quantized_is_not_quantized_again(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
