@@ -112,7 +112,14 @@ class Graph:
         self.length += len(rows)
 
 
-def make_calls(prompt: Sequence[int], vocab_size: int, streams: bool, seed: int = 0, max_stream_rows: int | None = None) -> list[Call]:
+def make_calls(
+    prompt: Sequence[int],
+    vocab_size: int,
+    streams: bool,
+    seed: int = 0,
+    max_stream_rows: int | None = None,
+    max_tree_rows: int | None = None,
+) -> list[Call]:
     """A prompt, one token, a tree with some stream rows, the same tree with all and with none; past grows through them.
 
     Args:
@@ -121,9 +128,10 @@ def make_calls(prompt: Sequence[int], vocab_size: int, streams: bool, seed: int 
         streams: whether any row carries streams.
         seed: of the trees.
         max_stream_rows: of one call, where the graph has a limit.
+        max_tree_rows: likewise; trees have eight rows otherwise.
     """
     rng = np.random.default_rng(seed)
-    parents = [-1, 0, 1, 2, 0, 1, 4, 4]  # the primary chain first
+    parents = [-1, 0, 1, 2, 0, 1, 4, 4][:max_tree_rows]  # the primary chain first
     mask = np.eye(len(parents), dtype=bool)
     for row, parent in enumerate(parents[1:], 1):
         mask[row] |= mask[parent]
@@ -143,6 +151,10 @@ def make_calls(prompt: Sequence[int], vocab_size: int, streams: bool, seed: int 
         }
         return Call(name, inputs, keep)
 
+    def inside(rows: Sequence[int]) -> list[int]:
+        return [row for row in rows if row < len(parents)]
+
+    path = np.flatnonzero(mask[min(6, len(parents) - 1)]).tolist()  # of a row off the primary chain
     length = len(prompt)
     triangle = np.tril(np.ones((length, length), dtype=bool))
     one = np.ones((1, 1), dtype=bool)
@@ -150,9 +162,9 @@ def make_calls(prompt: Sequence[int], vocab_size: int, streams: bool, seed: int 
     return [
         call("prompt", prompt, np.arange(length), triangle, 0, [length - 1], list(range(length))),
         call("token", tree[:1], np.zeros(1, dtype=np.int64), one, length, [], [0]),
-        call("tree", tree, depth, mask, past, [0, 3, 5], [0, 4, 6]),
-        call("tree_all_streams", tree, depth, mask, past + 3, list(range(len(parents))), [0, 1]),
-        call("tree_no_streams", tree, depth, mask, past + 5, [], []),
+        call("tree", tree, depth, mask, past, inside([0, 3, 5]), path),
+        call("tree_all_streams", tree, depth, mask, past + len(path), list(range(len(parents))), inside([0, 1])),
+        call("tree_no_streams", tree, depth, mask, past + len(path) + len(inside([0, 1])), [], []),
     ]
 
 
@@ -189,10 +201,14 @@ def run_reference(model: StreamModel, calls: Sequence[Call]) -> tuple[list[Call]
     return made, results
 
 
-def write_reference(model: StreamModel, prompt: Sequence[int], file: Path, max_stream_rows: int | None = None) -> None:
+def write_reference(
+    model: StreamModel, prompt: Sequence[int], file: Path, max_stream_rows: int | None = None, max_tree_rows: int | None = None
+) -> None:
     """Write calls and PyTorch's outputs into ``file`` (.npz), for :func:`check` in another process; arguments as of :func:`make_calls`."""
     fused = model.config is not None and model.config.placement == "fused"
-    calls, results = run_reference(model, make_calls(prompt, model.base.config.vocab_size, fused, max_stream_rows=max_stream_rows))
+    vocab_size = model.base.config.vocab_size
+    made = make_calls(prompt, vocab_size, fused, max_stream_rows=max_stream_rows, max_tree_rows=max_tree_rows)
+    calls, results = run_reference(model, made)
     stored: dict[str, Any] = {"names": np.array([call.name for call in calls])}
     for call, outputs in zip(calls, results, strict=True):
         stored |= {f"{call.name}/in/{name}": array for name, array in call.inputs.items()}
@@ -217,14 +233,19 @@ def read_reference(file: Path) -> tuple[list[Call], list[dict[str, Array]]]:
     return calls, outputs
 
 
-def compare(expected: dict[str, Array], found: dict[str, Array], limit: float = LIMIT) -> dict[str, Any]:
-    """Figures of one call. ``limit`` is of every difference, and how close two logits may be for their order not to matter.
+def compare(expected: dict[str, Array], found: dict[str, Array], limit: float = LIMIT, stream_limit: float | None = None) -> dict[str, Any]:
+    """Figures of one call.
+
+    Args:
+        limit: of every difference, and how close two logits may be for their order not to matter.
+        stream_limit: likewise of what streams return, which decides nothing about the text; ``limit`` when left out.
 
     Returns:
         ``rows``, ``agreeing`` (rows of equal argmax), ``near_ties`` (other argmax where the reference's two best logits are closer
         than the limit), ``max_abs_diff`` (logits), and for streams ``stream_max_abs_diff`` (log-probabilities) and
         ``stream_top1_agreement`` (None without stream rows), ``ok``.
     """
+    stream_limit = limit if stream_limit is None else stream_limit
     logits = expected[contract.LOGITS]
     same = expected[contract.NEXT_IDS] == found[contract.NEXT_IDS]
     rows = np.arange(len(logits))
@@ -240,13 +261,13 @@ def compare(expected: dict[str, Array], found: dict[str, Array], limit: float = 
     if expected.get(contract.STREAM_IDS) is not None and expected[contract.STREAM_IDS].size:
         wanted = expected[contract.STREAM_LOGPROBS]
         first = expected[contract.STREAM_IDS][..., 0] == found[contract.STREAM_IDS][..., 0]
-        tied = wanted[..., 0] - wanted[..., min(1, wanted.shape[-1] - 1)] < limit
+        tied = wanted[..., 0] - wanted[..., min(1, wanted.shape[-1] - 1)] < stream_limit
         result["stream_max_abs_diff"] = _largest(wanted, found[contract.STREAM_LOGPROBS])
         if contract.STREAM_PAIRS in expected and bool((expected[contract.STREAM_IDS] == found[contract.STREAM_IDS]).all()):
             pairs = _largest(expected[contract.STREAM_PAIRS], found[contract.STREAM_PAIRS])
             result["stream_max_abs_diff"] = max(result["stream_max_abs_diff"], pairs)
         result["stream_top1_agreement"] = float(first.mean())
-        ok = ok and bool((first | tied).all()) and result["stream_max_abs_diff"] <= limit
+        ok = ok and bool((first | tied).all()) and result["stream_max_abs_diff"] <= stream_limit
     else:
         result["stream_max_abs_diff"] = result["stream_top1_agreement"] = None
     return {**result, "ok": ok}

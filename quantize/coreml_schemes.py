@@ -32,7 +32,7 @@ import numpy.typing as npt
 from specstream.export.coreml_package import MANIFEST, MODEL, WEIGHTS, canonicalise
 from specstream.export.weight_blob import WeightBlob, WeightBlobWriter
 from specstream.models.errors import UserError
-from specstream.quantize.coreml_formats import Form, Integers, Palette, check_fits, to_integers, to_palette
+from specstream.quantize.coreml_formats import FloatArray, Form, Integers, Palette, check_fits, to_integers, to_palette
 
 COREML_SCHEMES: Final = ("int8", "int4", "palette4", "palette6")
 
@@ -136,13 +136,17 @@ def check_package(package: Path, options: CoreMLOptions, vocab_size: int) -> Non
     _plan(_read(package), package, options, vocab_size)
 
 
-def compress_package(package: Path, out: Path, options: CoreMLOptions, vocab_size: int) -> CompressedPackage:
+def compress_package(
+    package: Path, out: Path, options: CoreMLOptions, vocab_size: int, moments: Mapping[int, FloatArray] | None = None
+) -> CompressedPackage:
     """Write a compressed copy of a package. Import coremltools first (``runtimes.coreml_import``): it brings the protocol's classes.
 
     Args:
         package: an ``.mlpackage`` of fp16 weights.
         out: a new folder; it appears when it is complete.
         vocab_size: tables of so many rows are the embedding and the head.
+        moments: offset of a factor in the file of weights -> [inputs, inputs], the mean of x xᵀ over its inputs, float32. Rounding
+            errors of these are made up for, see :mod:`specstream.quantize.compensate`; of the embedding, which is no factor, never.
 
     Raises:
         UserError: as :func:`check_package`; a damaged file of weights.
@@ -159,7 +163,8 @@ def compress_package(package: Path, out: Path, options: CoreMLOptions, vocab_siz
         with WeightBlobWriter(made / WEIGHTS) as writer:
             for offset, weight in sorted(weights.items()):
                 form = forms.get(offset)
-                places[offset] = _store(blob.read(offset, weight.dtype, weight.shape), weight, form, writer)
+                known = moments[offset] if moments is not None and offset in moments and weight.uses == {("linear", "weight")} else None
+                places[offset] = _store(blob.read(offset, weight.dtype, weight.shape), weight, form, writer, known)
                 if len(weight.shape) == 2 and weight.uses & (COMPRESSED_USES | OTHER_PRODUCTS):
                     counts[_title(form) if form else "fp16"] += 1
         for operation in _operations(spec):
@@ -259,7 +264,7 @@ class _Stored:
     parts: Mapping[str, _Part]
 
 
-def _store(values: npt.NDArray[Any], weight: _Weight, form: Form | None, writer: WeightBlobWriter) -> _Stored:
+def _store(values: npt.NDArray[Any], weight: _Weight, form: Form | None, writer: WeightBlobWriter, moments: FloatArray | None) -> _Stored:
     def put(array: npt.NDArray[Any], dtype: str) -> _Part:
         return _Part(dtype, array.shape, writer.write(array, dtype))
 
@@ -267,10 +272,10 @@ def _store(values: npt.NDArray[Any], weight: _Weight, form: Form | None, writer:
         return _Stored("const", {"val": put(values, weight.dtype)})
     matrix = values.astype(np.float32)
     if isinstance(form, Integers):
-        integers, scales = to_integers(matrix, form)
+        integers, scales = to_integers(matrix, form, moments)
         scale = put(scales, "fp16") if weight.dtype == "fp16" else put(scales.astype(np.float32), "fp32")
         return _Stored("constexpr_blockwise_shift_scale", {"data": put(integers, form.dtype), "scale": scale})
-    indices, tables = to_palette(matrix, form)
+    indices, tables = to_palette(matrix, form, moments)
     entries = tables[:, None, :, None]
     lut = put(entries, "fp16") if weight.dtype == "fp16" else put(entries.astype(np.float32), "fp32")
     return _Stored("constexpr_lut_to_dense", {"indices": put(indices, form.dtype), "lut": lut})

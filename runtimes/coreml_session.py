@@ -8,7 +8,7 @@ noted here and carried out by the next call, before anything else it does. Where
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, get_args
 
@@ -44,6 +44,7 @@ class CoreMLSession:
         capacity: rows that may be used, at most those of the package; all of them when left out.
         compute_units: where Core ML may run it; means nothing to the evaluator.
         near_tie: how close two logits must be for 16 bits to decide between them, measured at the export.
+        load_function: gives the function of a name; Core ML's, or the evaluator's where there is none, when left out.
 
     Raises:
         UserError: the package cannot be loaded or is not the one that the contract describes; arguments that make no sense.
@@ -56,6 +57,7 @@ class CoreMLSession:
         capacity: int | None = None,
         compute_units: ComputeUnits = "all",
         near_tie: float = NEAR_TIE,
+        load_function: Callable[[str], Function] | None = None,
     ) -> None:
         if capacity is not None and not 1 <= capacity <= sizes.capacity:
             raise UserError(f"capacity: {capacity} given, 1 to {sizes.capacity} (what the package was exported with) expected")
@@ -72,7 +74,7 @@ class CoreMLSession:
         self.prompt_chunk = max(function.rows for function in sizes.functions)
         self.max_tree_rows = max(function.rows for function in sizes.functions if function.scored == function.rows)
         self.max_stream_rows = max(function.stream_rows for function in sizes.functions)
-        self._package, self._compute_units = package, compute_units
+        self._package, self._compute_units, self._load = package, compute_units, load_function
         self._loaded: dict[str, Function] = {}
         missing = [name for name in self._names() if name not in _list_functions(package)]
         if missing:
@@ -204,7 +206,8 @@ class CoreMLSession:
 
     def _function(self, name: str) -> Function:
         if name not in self._loaded:
-            self._loaded[name] = _load_function(self._package, name, self._compute_units)
+            load = self._load or (lambda function: _load_function(self._package, function, self._compute_units))
+            self._loaded[name] = load(name)
         return self._loaded[name]
 
 

@@ -8,7 +8,7 @@ rounding) it does not know.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class _Step:
 
     operation: Operation
     function: Operator | None  # None: it reads or writes a state
-    fixed: Mapping[str, Any]
+    fixed: dict[str, Any]
     values: Mapping[str, str | tuple[str | Array, ...]]
     frees: tuple[str, ...] = ()
 
@@ -63,6 +63,7 @@ class MilModel:
         inputs: name -> type of what :meth:`predict` needs.
         outputs: name -> type of what it gives.
         states: name -> type of the states that the function reads or writes.
+        observer: called before each operation but those on states, with it and with its parameters' values; for measurements.
 
     Raises:
         UserError: no such package or function; a damaged file; an operator or a compression that is unknown here.
@@ -70,6 +71,7 @@ class MilModel:
 
     def __init__(self, path: Path, function: str | None = None) -> None:
         self.path = Path(path)
+        self.observer: Callable[[Operation, Mapping[str, Any]], None] | None = None
         self._package = open_package(self.path)
         body = self._package.function(function or self._package.default)
         self.function = body.name
@@ -168,6 +170,8 @@ class MilModel:
                 for name, bound in step.values.items()
             }
             assert step.function is not None
+            if self.observer is not None:
+                self.observer(operation, step.fixed | given)
             try:
                 result = step.function(**step.fixed, **given)
             except (ValueError, IndexError, TypeError) as error:

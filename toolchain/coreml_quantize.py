@@ -10,19 +10,22 @@ import dataclasses
 import importlib.metadata
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from specstream.models.errors import CheckFailed, UserError
+from specstream.quantize.coreml_formats import FloatArray
+from specstream.quantize.coreml_moments import read_moments
 from specstream.quantize.coreml_schemes import COREML_REQUIRES, CompressedPackage, CoreMLOptions, check_package, compress_package
 from specstream.runtimes.bundle import Bundle, BundleWriter
 from specstream.runtimes.coreml_import import import_coremltools
 from specstream.runtimes.manifest import MANIFEST_NAME, FileEntry, Manifest, QuantizationInfo
 from specstream.toolchain.export_pipeline import peak_rss_bytes
 from specstream.toolchain.prompt_rows import read_prompt_rows
-from specstream.toolchain.quantize_pipeline import SCRATCH, Limits, children_peak, measure_quality, write_reference
+from specstream.toolchain.quantize_pipeline import SCRATCH, Limits, children_peak, measure_quality, run_module, write_reference
 
+COMPENSATED = ("int4", "palette4", "palette6")  # schemes whose errors are made up for when there are texts; 8 bits have none to speak of
 ROW_PROMPTS = 2  # prompts on which rows are compared: it takes two calls for each token
 
 
@@ -43,11 +46,13 @@ def quantize_package_bundle(
         source: folder of a Core ML bundle with fp16 weights.
         out: folder to make.
         options: the scheme and its settings.
-        calibration, limit, limits, force, progress: as for :func:`specstream.toolchain.quantize_pipeline.quantize_bundle`.
+        calibration: JSON lines with ``prompt``: for figures of quality, limits, and to make up for rounding errors.
+        limit, limits, force, progress: as for :func:`specstream.toolchain.quantize_pipeline.quantize_bundle`.
 
     Returns:
         The report, with the keys of :func:`specstream.toolchain.quantize_pipeline.quantize_bundle`, without ``packed`` and
-        ``accuracy_level``; ``head``, ``group_size`` and ``package_share`` (of the original package's bytes) beside them.
+        ``accuracy_level``; beside them ``head``, ``group_size``, ``compensated`` (whether rounding errors were made up for) and
+        ``package_share`` (of the original package's bytes).
 
     Raises:
         UserError: bad input.
@@ -73,8 +78,14 @@ def quantize_package_bundle(
         if asked is not None:
             say("writing texts with the fp16 bundle")
             before = write_reference(bundle.folder, scratch, asked, None)
+        moments: Mapping[int, FloatArray] | None = None
+        if before is not None and options.scheme in COMPENSATED:
+            say("collecting activations")
+            file = scratch / "moments.npz"
+            run_module("specstream.toolchain.coreml_calibrate", str(bundle.folder), str(scratch), str(file))
+            moments = read_moments(file)
         say("quantizing")
-        written = compress_package(package, writer.path(bundle.manifest.graph), options, vocab_size)
+        written = compress_package(package, writer.path(bundle.manifest.graph), options, vocab_size, moments)
         for entry in bundle.manifest.files:
             if not entry.path.startswith(f"{bundle.manifest.graph}/"):
                 shutil.copyfile(bundle.path(entry.path), writer.path(entry.path))
@@ -102,6 +113,7 @@ def quantize_package_bundle(
         "head": options.head,
         "block_size": options.block_size,
         "group_size": options.group_size,
+        "compensated": moments is not None,
         "products": written.matrices,
         "rows_independent": True,
         "quality": quality,

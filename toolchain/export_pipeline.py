@@ -140,6 +140,7 @@ def export_bundle(
             )
             check_base(fused, like, adapter)
         delayed = fused is not None and fused.config.placement == "delayed"
+        times: float
         if format == "coreml":  # each function is a package of 16 bits before they are joined
             times = 2 * (1 + len(plan_functions(functions, fused is not None and not delayed)) + delayed)
         else:
@@ -262,7 +263,7 @@ def _write_coreml(
     model = models.pop()
     sizes = plan_contract(model, capacity, functions)
     say("running PyTorch for comparison")
-    write_reference(model, prompt[: capacity // 2], writer.path(REFERENCE), FUSED_STREAM_ROWS)
+    write_reference(model, prompt[: capacity // 2], writer.path(REFERENCE), FUSED_STREAM_ROWS, sizes.commit_width)
     info = export_package(model, writer.path(PACKAGE), sizes, about, lambda name: say(f"converting {name}"))
     del model
     gc.collect()
@@ -326,9 +327,11 @@ def _run_parity(runtime: str, arguments: list[str]) -> dict[str, Any]:
         raise CheckFailed(f"parity: {runtime} could not run the graph ({ended}): {lines[-1] if lines else 'no message'}") from None
     if not result["ok"]:
         failed = ", ".join(name for name, case in result["cases"].items() if not case["ok"])
+        streams = max((case["stream_max_abs_diff"] or 0.0 for case in result["cases"].values()), default=0.0)
+        of_streams = f", of streams {streams:.1e}" if streams else ""
         raise CheckFailed(
             f"parity: the graph does not compute what PyTorch computes (cases: {failed}): top-1 agreement "
-            f"{result['top1_agreement']:.2%}, largest difference {result['max_abs_diff']:.1e}; the bundle was not written"
+            f"{result['top1_agreement']:.2%}, largest difference {result['max_abs_diff']:.1e}{of_streams}; the bundle was not written"
         )
     return result
 

@@ -31,7 +31,7 @@ from specstream.toolchain.report import json_option, write_report
     "--calibration",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='JSON lines with "prompt", like those to come: for scales (w8a8, mixed) and figures of quality.',
+    help='JSON lines with "prompt", like those to come: for scales (w8a8, mixed), better rounding (Core ML) and figures of quality.',
 )
 @click.option("--limit", type=click.IntRange(min=1), default=24, show_default=True, help="Take the first prompts only.")
 @click.option("--max-kl", type=click.FloatRange(min=0), metavar="NATS", help="Fail when the mean KL from BUNDLE is larger.")
@@ -61,13 +61,13 @@ def quantize(
     is what speculation lives from. With --calibration the result is loaded in a fresh process and compared with BUNDLE on the texts
     that BUNDLE answers these prompts with.
 
-    Of a Core ML bundle, palette4 is the smallest that every processor of a device computes right. Off a Mac its texts come from the
-    reference evaluator, about a second a call: take few prompts (--limit).
+    Of a Core ML bundle, palette4 is the smallest that every processor of a device computes right; with --calibration its rounding
+    errors are made up for. Off a Mac the texts come from the reference evaluator, about a second a call: take few prompts (--limit).
 
     \b
     Example:
       specstream quantize sql-bundle sql-w8a8 --scheme w8a8 --calibration prompts.jsonl --max-kl 0.02
-      specstream quantize sql-coreml sql-palette --scheme palette4
+      specstream quantize sql-coreml sql-palette --scheme palette4 --calibration prompts.jsonl --limit 8
     """
     from specstream.runtimes.bundle import Bundle
     from specstream.toolchain.extras import require

@@ -248,17 +248,19 @@ def _collect(folder: Path, scratch: Path) -> dict[str, dict[str, Sample]]:
     from specstream.toolchain.quantize_quality import TEXTS
 
     rows = scratch / "rows.npz"
-    _run("specstream.quantize.calibrate", str(folder), str(scratch / TEXTS), str(rows))
+    run_module("specstream.quantize.calibrate", str(folder), str(scratch / TEXTS), str(rows))
     return read_samples(rows)
 
 
 def measure_quality(what: str, bundle: Path, scratch: Path, threads: int | None, *arguments: str) -> dict[str, Any]:
     given = () if threads is None else ("--threads", str(threads))
-    result: dict[str, Any] = json.loads(_run("specstream.toolchain.quantize_quality", what, str(bundle), str(scratch), *given, *arguments))
+    result: dict[str, Any] = json.loads(
+        run_module("specstream.toolchain.quantize_quality", what, str(bundle), str(scratch), *given, *arguments)
+    )
     return result
 
 
-def _run(module: str, *arguments: str) -> str:
+def run_module(module: str, *arguments: str) -> str:
     """Run a module in a process of its own; returns what it printed.
 
     Raises:

@@ -6,16 +6,22 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from specstream.quantize import coreml_schemes
+from specstream.quantize.coreml_moments import read_moments
 from specstream.runtimes import Bundle, load
 from specstream.runtimes.mil_evaluator import MilModel
+from specstream.runtimes.mil_program import Constant, open_package
 from specstream.toolchain import quantize_pipeline
 from specstream.toolchain.cli import run
+from specstream.toolchain.coreml_calibrate import collect_moments
 from specstream.toolchain.export_pipeline import PACKAGE, export_bundle
 
 from ..export.test_export_pipeline import base_folder  # noqa: F401 - a fixture
+from ..export.tiny import tiny_base
 from ..runtimes.tiny_bundle import write_bundle
 
 PROMPTS = '{"prompt": "hello", "completion": "there"}\n\n{"prompt": "which of them"}\n'
@@ -54,6 +60,7 @@ def test_a_bundle_is_compared_and_recorded(bundle: Path, capfd: pytest.CaptureFi
     assert {"seconds", "peak_rss_bytes", "weight_bytes", "bundle_bytes", "bundle_share", "package_share", "products", "schema"} <= set(data)
     assert data["products"] == {"palette4": 14, "int8": 1, "fp16": 2}
     assert 0.2 < data["package_share"] < 1
+    assert data["compensated"] is True
     made = Bundle.load("out").manifest
     info = made.quantization
     assert (info.scheme, info.head, info.block_size, info.group_size) == ("palette4", "int8", None, 16)
@@ -68,6 +75,28 @@ def test_a_bundle_is_compared_and_recorded(bundle: Path, capfd: pytest.CaptureFi
     assert listing(bundle.parent) == ["fp16", "out", "prompts.jsonl", "r.json"]
     assert listing(Path("out")) == listing(bundle)
     assert len(load("out").generate("hello", 4).token_ids) == 4
+
+
+def test_moments_are_those_of_the_network(bundle: Path) -> None:
+    """Of the first projection's and the head's inputs, against PyTorch; nothing of padding, which fills no whole call."""
+    text = list(range(3, 3 + 8 * 4 + 5))
+    moments = collect_moments(Bundle.load(bundle), [(text[:20], text[20:])])
+    moments.save(Path("moments.npz"))
+    read = read_moments(Path("moments.npz"))
+    model = tiny_base("Llama").eval()
+    seen: dict[str, np.ndarray] = {}
+    products = {"query": model.model.layers[0].self_attn.q_proj, "down": model.model.layers[1].mlp.down_proj, "head": model.lm_head}
+    for name, module in products.items():
+        module.register_forward_hook(lambda _, given, __, name=name: seen.__setitem__(name, given[0][0].detach().numpy()))
+    with torch.no_grad():
+        model(torch.tensor([text[:32]]))
+    package = open_package(bundle / PACKAGE)
+    constants = [c for c in package.function("tree_8").constants.values() if isinstance(c, Constant) and not isinstance(c.data, bytes)]
+    for name, module in products.items():
+        weight = module.weight.detach().numpy().astype(np.float16)
+        (offset,) = {c.data[1] for c in constants if c.type.shape == weight.shape and np.array_equal(package.constant(c), weight)}
+        expected = seen[name].T @ seen[name] / 32
+        assert np.abs(read[offset] - expected).max() < 0.02 * np.abs(expected).max()
 
 
 def test_the_same_command_gives_the_same_package(bundle: Path) -> None:

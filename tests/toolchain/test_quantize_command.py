@@ -122,7 +122,7 @@ def test_a_portable_bundle_is_refused(bundle: Path, capfd: pytest.CaptureFixture
 
 def test_a_child_that_dies_is_a_failed_check(bundle: Path) -> None:
     with pytest.raises(CheckFailed, match="quantize_quality ended with code 1"):
-        quantize_pipeline._run("specstream.toolchain.quantize_quality", "reference", "fp32", "nowhere")
+        quantize_pipeline.run_module("specstream.toolchain.quantize_quality", "reference", "fp32", "nowhere")
 
 
 def test_limits() -> None:
