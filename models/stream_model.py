@@ -303,8 +303,9 @@ class StreamModel(nn.Module):
     def _candidates(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Top k of each stream row [R, H]: token ids, log-probabilities, places in the draft vocabulary, [R, k] each."""
         assert self.config is not None
-        # Not top k first and its log-sum-exp after: runtimes have a fast kernel for log-softmax, and none for the other.
-        logprobs, index = torch.topk(torch.log_softmax(self.draft_head(streams).float(), dim=-1), self.config.top_k, dim=-1)
+        draft = self.draft_head(streams).float()
+        best, index = torch.topk(draft, self.config.top_k, dim=-1)
+        logprobs = best - torch.logsumexp(draft, dim=-1, keepdim=True)
         return self.draft_vocab[index] if self.config.draft_vocab_size else index, logprobs, index
 
     # The streams' own pass: delayed placement
