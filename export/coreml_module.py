@@ -1,8 +1,8 @@
 """The network as Core ML will run it: static shapes, a cache in two states, arithmetic that 16 bits can hold. For tracing.
 
 Beside the cache, three things would fail in fp16 and are exchanged while tracing: RMS norms, whose squares overflow above 256; rotary
-embeddings, whose angles have no precision left at some thousand positions; the logarithm of a softmax, which is that of zero for what
-is improbable. Knows the network and
+embeddings, whose angles have no precision left at some thousand positions; the log-sum-exp of a stream's logits, whose exponentials
+overflow above 11 where a runtime does not shift them. Knows the network and
 the contract; nothing of Core ML's own types or files.
 """
 
@@ -205,13 +205,17 @@ class TableRotary(nn.Module):
         return nn.functional.embedding(positions, self.cos), nn.functional.embedding(positions, self.sin)
 
 
-def safe_log_softmax(logits: Tensor) -> Tensor:
-    """``log softmax`` over the last dimension without its probabilities: 16 bits have none below 6e-8.
+def safe_logprobs(logits: Tensor, best: Tensor) -> Tensor:
+    """As :meth:`StreamModel.stream_logprobs`, shifted by the best logit: no exponential is above 1.
 
-    The sum of exponentials must stay below 65,504, which only a distribution that is flat over more tokens than that exceeds.
+    Their sum must stay below 65,504, which only a distribution that is flat over more tokens than that exceeds.
+
+    Args:
+        logits: [R, Vd].
+        best: [R, k], the k largest, the largest first.
     """
-    shifted = logits - logits.amax(dim=-1, keepdim=True)
-    return shifted - torch.log(torch.exp(shifted).sum(dim=-1, keepdim=True))
+    largest = best[..., :1]
+    return (best - largest) - torch.log(torch.exp(logits - largest).sum(dim=-1, keepdim=True))
 
 
 @contextlib.contextmanager
@@ -242,10 +246,10 @@ def fp16_safe(model: StreamModel, positions: int) -> Iterator[None]:
         for name in ("rotary_emb", "rotary_emb_local"):
             if hasattr(model.decoder, name):
                 exchange(name, TableRotary(getattr(model.decoder, name), positions))
-        model.__dict__["log_softmax"] = safe_log_softmax  # before the class's own
+        model.__dict__["stream_logprobs"] = safe_logprobs  # before the class's own
         yield
     finally:
-        model.__dict__.pop("log_softmax", None)
+        model.__dict__.pop("stream_logprobs", None)
         for parent, leaf, old in reversed(exchanged):
             setattr(parent, leaf, old)
 

@@ -175,9 +175,9 @@ class StreamModel(nn.Module):
         weight: Tensor = self.base.lm_head.weight
         return nn.functional.embedding(self.draft_vocab, weight) if self.config is not None and self.config.draft_vocab_size else weight
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        """Log-probabilities of streams; an exporter may put another form in its place."""
-        return torch.log_softmax(logits, dim=-1)
+    def stream_logprobs(self, logits: Tensor, best: Tensor) -> Tensor:
+        """Log-probabilities of the best logits [R, k] among all of a stream [R, Vd]; an exporter may put another form in its place."""
+        return best - torch.logsumexp(logits, dim=-1, keepdim=True)
 
     def _scale_logits(self, logits: Tensor) -> Tensor:
         if self._logit_divisor != 1.0:
@@ -307,8 +307,9 @@ class StreamModel(nn.Module):
     def _candidates(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Top k of each stream row [R, H]: token ids, log-probabilities, places in the draft vocabulary, [R, k] each."""
         assert self.config is not None
-        # Not top k first and its log-sum-exp after: runtimes have a fast kernel for log-softmax, and none for the other.
-        logprobs, index = torch.topk(self.log_softmax(self.draft_head(streams).float()), self.config.top_k, dim=-1)
+        draft = self.draft_head(streams).float()
+        best, index = torch.topk(draft, self.config.top_k, dim=-1)
+        logprobs = self.stream_logprobs(draft, best)
         return self.draft_vocab[index] if self.config.draft_vocab_size else index, logprobs, index
 
     # The streams' own pass: delayed placement

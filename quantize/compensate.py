@@ -8,17 +8,18 @@ e, the best change of the inputs behind it is -e / U[i, i] · U[i, i+1:], with U
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
+ByteArray = npt.NDArray[Any]  # int8 or uint8
 
 DAMPING: Final = 0.01  # added to the moments' diagonal, as a share of its mean: inputs that always vary together would make H singular
 
 # Rounds a column: (its number, values [outputs]) -> what is stored for it (integers or indices), and the values that mean.
-RoundColumn = Callable[[int, FloatArray], tuple[npt.NDArray[np.int8] | npt.NDArray[np.uint8], FloatArray]]
+RoundColumn = Callable[[int, FloatArray], tuple[ByteArray, FloatArray]]
 
 
 def round_columns(
@@ -28,7 +29,7 @@ def round_columns(
     begin_block: Callable[[int, FloatArray], None],
     round_column: RoundColumn,
     dtype: type[np.int8] | type[np.uint8],
-) -> npt.NDArray[np.int8] | npt.NDArray[np.uint8]:
+) -> ByteArray:
     """What is stored for a matrix.
 
     Args:

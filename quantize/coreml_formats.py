@@ -122,7 +122,7 @@ def _compensated_integers(matrix: FloatArray, form: Integers, moments: FloatArra
         return integers.astype(np.int8), integers * scale
 
     width = form.block_size or COMPENSATED_TOGETHER
-    return round_columns(matrix, moments, width, begin_block, round_column, np.int8).view(np.int8), scales
+    return round_columns(matrix, moments, width, begin_block, round_column, np.int8), scales
 
 
 def _round_blocks(blocks: FloatArray, form: Integers) -> tuple[npt.NDArray[np.int8], HalfArray]:
@@ -193,7 +193,7 @@ def to_palette(matrix: FloatArray, form: Palette, moments: FloatArray | None = N
         return indices.astype(np.uint8).reshape(-1), np.take_along_axis(wide, indices, axis=1).reshape(-1)
 
     stored = round_columns(matrix, moments, COMPENSATED_TOGETHER, lambda _first, _values: None, round_column, np.uint8)
-    return stored.view(np.uint8), tables
+    return stored, tables
 
 
 def _lloyd(values: FloatArray, weights: npt.NDArray[np.floating[Any]], count: int) -> npt.NDArray[np.float64]:

@@ -46,7 +46,9 @@ class Moments:
 
     def save(self, path: Path) -> None:
         """Means to a ``.npz``, for :func:`read_moments`."""
-        means = {f"m{number}": sums / max(rows, 1) for number, (sums, rows) in enumerate(zip(self._sums, self._rows, strict=True))}
+        means: dict[str, Any] = {
+            f"m{number}": sums / max(rows, 1) for number, (sums, rows) in enumerate(zip(self._sums, self._rows, strict=True))
+        }
         offsets = np.array(sorted(self._group), dtype=np.int64)
         np.savez(path, offsets=offsets, groups=np.array([self._group[int(offset)] for offset in offsets], dtype=np.int64), **means)
 

@@ -117,6 +117,7 @@ class BundleWriter:
         self._pack = archive
         self._made_parents: list[Path] = []
         self._signals: dict[int, Any] = {}
+        self._told_to_stop: BaseException | None = None
         self._finished = False
 
     def __enter__(self) -> Self:
@@ -142,6 +143,7 @@ class BundleWriter:
         """Where to write the file ``name`` (a relative POSIX path); its folder exists."""
         if not _stays_inside(name):
             raise ValueError(f"a bundle's file must stay inside its folder: {name!r}")
+        self._go_on()
         file = self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         return file
@@ -178,6 +180,7 @@ class BundleWriter:
         Args:
             manifest: as for :meth:`seal`.
         """
+        self._go_on()
         manifest = self.seal(manifest).manifest
         if self._pack is not None:
             self._pack(self.folder, self._partial_archive)
@@ -227,13 +230,25 @@ class BundleWriter:
                 _remove(folder)
 
     def _catch_signals(self) -> None:
-        """Let SIGTERM and SIGHUP end the process through an exception, so that ``__exit__`` runs."""
+        """Let SIGTERM and SIGHUP end the process through an exception, as SIGINT does, so that ``__exit__`` runs.
+
+        An exception that reaches Python inside a library's ``__del__`` is lost, so it is kept and raised again by :meth:`path` and
+        :meth:`finish`.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
-        for name in ("SIGTERM", "SIGHUP"):
+        for name, usual in (("SIGINT", signal.default_int_handler), ("SIGTERM", signal.SIG_DFL), ("SIGHUP", signal.SIG_DFL)):
             number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-                self._signals[number] = signal.signal(number, _exit_by_signal)
+            if number is not None and signal.getsignal(number) is usual:
+                self._signals[number] = signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._told_to_stop = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        raise self._told_to_stop
+
+    def _go_on(self) -> None:
+        if self._told_to_stop is not None:
+            raise self._told_to_stop
 
     def _clean_up(self) -> None:
         self._active.discard(self.folder)
@@ -285,7 +300,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
         path.unlink()
-
-
-def _exit_by_signal(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

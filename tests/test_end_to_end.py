@@ -13,13 +13,16 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from specstream.quantize.coreml_schemes import CoreMLOptions
 from specstream.runtimes import Sampling, load
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.language_model import LanguageModel
 from specstream.runtimes.session import prefill
+from specstream.toolchain.coreml_quantize import quantize_package_bundle
 from specstream.toolchain.export_pipeline import export_bundle
 from specstream.toolchain.package_pipeline import package_bundle
 from specstream.toolchain.quantize_pipeline import quantize_bundle
+from specstream.toolchain.quantize_quality import forced_logprobs
 from specstream.toolchain.zoo import resolve_adapter
 
 pytestmark = pytest.mark.slow
@@ -83,12 +86,16 @@ def test_a_rounded_bundle_still_drafts_well(scheme: str, exported: tuple[Path, d
     assert tokens_per_call(load(tmp_path / scheme, profile=False), "streams") > 0.85 * exact
 
 
-def test_core_ml_says_what_onnx_says(exported: tuple[Path, dict[str, Any]], smollm2_path: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def coreml(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("coreml") / "bundle"
+    adapter = resolve_adapter("smollm2-135m-sql")
+    return out, export_bundle(str(smollm2_path), out, adapter, format="coreml", capacity=320, functions=("tree_16",))
+
+
+def test_core_ml_says_what_onnx_says(exported: tuple[Path, dict[str, Any]], coreml: tuple[Path, dict[str, Any]]) -> None:
     """The package in 16 bits, computed from the saved file; where a text differs, 16 bits cannot tell the two tokens apart."""
-    out = tmp_path / "coreml"
-    report = export_bundle(
-        str(smollm2_path), out, resolve_adapter("smollm2-135m-sql"), format="coreml", capacity=320, functions=("tree_16",)
-    )
+    out, report = coreml
     assert report["parity"]["top1_agreement"] == 1.0
     assert report["weight_bytes"] < 2.2 * 134_515_008  # every weight once, and the streams' own
     assert report["operators"]["tree_16"]["scaled_dot_product_attention"] == 30
@@ -101,6 +108,19 @@ def test_core_ml_says_what_onnx_says(exported: tuple[Path, dict[str, Any]], smol
             assert result.accepted > result.calls  # the streams are worth something here, too
             if result.token_ids != expected:
                 assert_near_tie(lm, prompt, list(result.token_ids), list(expected))
+
+
+def test_a_core_ml_package_of_four_bits(coreml: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Small enough, and near the one of 16 bits on the tokens that the latter writes."""
+    report = quantize_package_bundle(coreml[0], tmp_path / "int4", CoreMLOptions("int4"))
+    assert report["package_share"] < 0.3
+    assert report["products"]["int4"] >= 30 * 7 + 1
+    whole, small = load(coreml[0]), load(tmp_path / "int4")
+    prompt = whole.prompt_ids(PROMPTS[0])
+    text = whole.generate(prompt, 24, "none").token_ids
+    scores = [forced_logprobs(lm.session, prompt, text) for lm in (whole, small)]
+    assert (np.exp(scores[0]) * (scores[0] - scores[1])).sum(axis=1).mean() < 0.3
+    assert (scores[0].argmax(axis=1) == scores[1].argmax(axis=1)).mean() > 0.85
 
 
 def assert_near_tie(lm: LanguageModel, prompt: str, one: list[int], other: list[int]) -> None:

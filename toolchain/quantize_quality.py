@@ -80,8 +80,8 @@ def compare(
     Returns:
         ``tokens``, ``kl`` (mean of KL(reference || bundle) in nats), ``kl_max``, ``top1_agreement``, ``perplexity``;
         ``flip_rate`` (argmax of a row that changes with siblings' rows beside it), ``flip_rate_plain`` (that changes between calls of
-        one row and of two), both None where no comparison fitted the context or the session runs single rows only; ``rows_independent`` (bit-equal whatever the siblings'
-        tokens are), ``rows_max_abs_diff``;
+        one row and of two), both None where no comparison fitted the context or the session runs single rows only;
+        ``rows_independent`` (bit-equal whatever the siblings' tokens are), ``rows_max_abs_diff``, ``rows_compared``;
         ``tokens_per_call``, ``exact_match``.
     """
     lm = load(bundle, threads=threads, check=False)  # who calls has just read or written it
