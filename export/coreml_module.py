@@ -1,7 +1,8 @@
 """The network as Core ML will run it: static shapes, a cache in two states, arithmetic that 16 bits can hold. For tracing.
 
-Beside the cache, two things of a Hugging Face decoder would fail in fp16 and are exchanged while tracing: RMS norms, whose squares
-overflow above 256, and rotary embeddings, whose angles have no precision left at some thousand positions. Knows the network and
+Beside the cache, three things would fail in fp16 and are exchanged while tracing: RMS norms, whose squares overflow above 256; rotary
+embeddings, whose angles have no precision left at some thousand positions; the log-sum-exp of a stream's logits, whose exponentials
+overflow above 11 where a runtime does not shift them. Knows the network and
 the contract; nothing of Core ML's own types or files.
 """
 
@@ -204,9 +205,22 @@ class TableRotary(nn.Module):
         return nn.functional.embedding(positions, self.cos), nn.functional.embedding(positions, self.sin)
 
 
+def safe_logprobs(logits: Tensor, best: Tensor) -> Tensor:
+    """As :meth:`StreamModel.stream_logprobs`, shifted by the best logit: no exponential is above 1.
+
+    Their sum must stay below 65,504, which only a distribution that is flat over more tokens than that exceeds.
+
+    Args:
+        logits: [R, Vd].
+        best: [R, k], the k largest, the largest first.
+    """
+    largest = best[..., :1]
+    return (best - largest) - torch.log(torch.exp(logits - largest).sum(dim=-1, keepdim=True))
+
+
 @contextlib.contextmanager
 def fp16_safe(model: StreamModel, positions: int) -> Iterator[None]:
-    """The model with norms and rotary embeddings that 16 bits can hold, for as long as the context lasts.
+    """The model with norms, rotary embeddings and log-probabilities that 16 bits can hold, for as long as the context lasts.
 
     Args:
         positions: that rotary tables cover.
@@ -232,8 +246,10 @@ def fp16_safe(model: StreamModel, positions: int) -> Iterator[None]:
         for name in ("rotary_emb", "rotary_emb_local"):
             if hasattr(model.decoder, name):
                 exchange(name, TableRotary(getattr(model.decoder, name), positions))
+        model.__dict__["stream_logprobs"] = safe_logprobs  # before the class's own
         yield
     finally:
+        model.__dict__.pop("stream_logprobs", None)
         for parent, leaf, old in reversed(exchanged):
             setattr(parent, leaf, old)
 

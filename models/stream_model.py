@@ -175,6 +175,10 @@ class StreamModel(nn.Module):
         weight: Tensor = self.base.lm_head.weight
         return nn.functional.embedding(self.draft_vocab, weight) if self.config is not None and self.config.draft_vocab_size else weight
 
+    def stream_logprobs(self, logits: Tensor, best: Tensor) -> Tensor:
+        """Log-probabilities of the best logits [R, k] among all of a stream [R, Vd]; an exporter may put another form in its place."""
+        return best - torch.logsumexp(logits, dim=-1, keepdim=True)
+
     def _scale_logits(self, logits: Tensor) -> Tensor:
         if self._logit_divisor != 1.0:
             logits = logits / self._logit_divisor
@@ -305,7 +309,7 @@ class StreamModel(nn.Module):
         assert self.config is not None
         draft = self.draft_head(streams).float()
         best, index = torch.topk(draft, self.config.top_k, dim=-1)
-        logprobs = best - torch.logsumexp(draft, dim=-1, keepdim=True)
+        logprobs = self.stream_logprobs(draft, best)
         return self.draft_vocab[index] if self.config.draft_vocab_size else index, logprobs, index
 
     # The streams' own pass: delayed placement

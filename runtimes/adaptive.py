@@ -59,10 +59,10 @@ class CallCosts:
 # Of SmolLM2-135M on two x86-64 cores, for devices that were never measured: what a row costs depends on the kernels that a scheme uses.
 _PRIOR_ROWS: Final = (1, 2, 4, 6, 8, 12, 16, 24)
 _PRIORS: Final = {
-    "fp32": CallCosts(_PRIOR_ROWS, (1.0, 1.1, 1.17, 1.32, 1.47, 1.76, 2.04, 2.6), streams=0.46),
-    "int4": CallCosts(_PRIOR_ROWS, (1.0, 1.09, 1.52, 1.97, 2.34, 3.1, 3.78, 5.26), streams=0.84),
+    "fp32": CallCosts(_PRIOR_ROWS, (1.0, 1.07, 1.2, 1.3, 1.43, 1.6, 1.78, 2.11), streams=0.46),
+    "int4": CallCosts(_PRIOR_ROWS, (1.0, 1.07, 1.39, 1.74, 2.05, 2.62, 3.16, 4.3), streams=0.68),
     "int8": CallCosts(_PRIOR_ROWS, (1.0, 1.15, 1.38, 1.6, 1.8, 2.2, 2.6, 3.4), streams=0.7),
-    "w8a8": CallCosts(_PRIOR_ROWS, (1.0, 1.05, 1.2, 1.4, 1.57, 1.7, 1.97, 2.34), streams=0.56),
+    "w8a8": CallCosts(_PRIOR_ROWS, (1.0, 1.0, 1.15, 1.27, 1.42, 1.53, 1.7, 1.95), streams=0.43),
 }
 PRIOR_COSTS: Final = _PRIORS["w8a8"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from specstream.export import contract
 from specstream.export.coreml_contract import COMMIT_ROWS, COMMIT_START, FUNCTIONS, count_slots, plan_functions
-from specstream.export.coreml_module import SafeRmsNorm, TableRotary, fp16_safe
+from specstream.export.coreml_module import SafeRmsNorm, TableRotary, fp16_safe, safe_logprobs
 from specstream.export.coreml_trace import plan_contract
 from specstream.models.attention import DenseCache
 from specstream.models.errors import UserError
@@ -172,6 +172,15 @@ def test_a_plain_norm_overflows_there() -> None:
     assert torch.isfinite(norms(x.float())[0]).all()
 
 
+def test_logprobs_in_16_bits() -> None:
+    logits = torch.tensor([[10.0, 30.0, -20.0, 25.0, -60.0]])
+    best = logits.topk(3).values
+    expected = torch.log_softmax(logits, dim=-1).topk(3).values
+    torch.testing.assert_close(safe_logprobs(logits, best), expected)
+    torch.testing.assert_close(safe_logprobs(logits.half(), best.half()).float(), expected, atol=0.02, rtol=0)
+    assert torch.isinf(torch.exp(logits.half())).any()  # what a plain log-sum-exp would add up
+
+
 def test_rotary_tables_are_those_of_fp32() -> None:
     base = tiny_base("Llama")
     table = TableRotary(base.model.rotary_emb, 5000)
@@ -190,6 +199,7 @@ def test_the_model_is_as_before() -> None:
     after = dict(model.named_modules())
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)
+    assert "stream_logprobs" not in vars(model)
 
 
 def test_unknown_norms_are_refused() -> None:

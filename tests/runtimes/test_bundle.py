@@ -317,16 +317,21 @@ def test_signal_handlers_are_given_back(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def _write_on_after(number: signal.Signals, out: Path) -> None:
+    with BundleWriter(out) as writer:
+        with contextlib.suppress(BaseException):  # as Python does around __del__
+            signal.raise_signal(number)
+        writer.path("model.onnx")
+
+
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_that_a_library_swallows_still_stops_the_write(
     number: signal.Signals, raised: type[BaseException], tmp_path: Path
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
-        with pytest.raises(raised), BundleWriter(tmp_path / "bundle") as writer:
-            with contextlib.suppress(BaseException):  # as Python does around __del__
-                signal.raise_signal(number)
-            writer.path("model.onnx")
+        with pytest.raises(raised):
+            _write_on_after(number, tmp_path / "bundle")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specstream.models.errors import UserError
-from specstream.runtimes.manifest import ExportCost, FileEntry, Manifest, Parity
+from specstream.runtimes.manifest import ExportCost, FileEntry, Manifest, PackageInfo, Parity
 
 from .tiny_bundle import manifest
 
@@ -97,3 +97,11 @@ def test_all_problems_are_listed_at_once() -> None:
 def test_what_is_no_manifest(text: str) -> None:
     with pytest.raises(UserError, match=r"not JSON|not the manifest"):
         Manifest.from_json(text)
+
+
+def test_a_package_says_so_and_earlier_bundles_are_none() -> None:
+    value = dataclasses.replace(full(), package=PackageInfo("android", 1024, "f" * 64))
+    assert Manifest.from_json(value.to_json()) == value
+    assert Manifest.from_json(changed("package", ...)) == full()
+    with pytest.raises(UserError, match=r"package\.target is 'phone' \(one of ios, android, linux-arm64 was expected\)"):
+        Manifest.from_json(changed("package", {"target": "phone", "capacity": 1, "source": "0"}))
