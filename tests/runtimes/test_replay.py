@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specstream.runtimes.adaptive import AdaptiveBudget
+from specstream.runtimes.adaptive import AdaptiveBudget, CallCosts
 from specstream.runtimes.drafters import NoDrafter, StreamDrafter
 from specstream.runtimes.replay import record, replay
 from specstream.runtimes.speculate import speculate
@@ -43,8 +43,8 @@ def test_without_a_policy_streams_are_always_the_freshest() -> None:
 
 def test_an_adaptive_budget_decides_before_each_call() -> None:
     bad = record(FakeModel(skill=0.0, capacity=512), PROMPT, max_new_tokens=200, stop_ids=())
-    controller = AdaptiveBudget()
-    found = replay(bad, StreamDrafter(), controller)
+    costs = CallCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.2, 1.5, 1.85, 2.7), streams=0.35)
+    found = replay(bad, StreamDrafter(), AdaptiveBudget(costs))
     assert found.tokens == 199
     assert found.budgets.count(1) > 150
     assert all(rows == 1 for rows, budget in zip(found.rows, found.budgets, strict=True) if budget == 1)
