@@ -190,13 +190,13 @@ def _convert(
         outputs=[ct.TensorType(name=key, dtype=np.int32 if key in ids else np.float16) for key in outputs],
         states=[ct.StateType(ct.TensorType(shape=state, dtype=np.float16), name=key) for key in (KEY_CACHE, VALUE_CACHE)],
         skip_model_load=True,
+        package_dir=str(package),  # without it, a copy stays in the system's folder for temporary files until the process ends
     )
     counts = Counter(operation.op_type for operation in converted._mil_program.functions["main"].operations)
     if counts["scaled_dot_product_attention"] != module.fused:
         raise RuntimeError(
             f"{name}: {counts['scaled_dot_product_attention']} fused attentions of {module.fused}; the converter took the others apart"
         )
-    converted.save(str(package))
     return {operator: count for operator, count in counts.most_common() if operator != "const"}
 
 

@@ -294,7 +294,7 @@ def load(
     capacity: int | None = None,
     check: bool = True,
     profile: bool = True,
-    compute_units: ComputeUnits = "all",
+    compute_units: ComputeUnits | None = None,
 ) -> LanguageModel:
     """Open a bundle.
 
@@ -305,7 +305,7 @@ def load(
             the size that it was exported with, and this is a lower limit.
         check: compare the hash of every file.
         profile: use what ``specstream tune`` found out about this bundle on this device, if it did.
-        compute_units: where Core ML may run: ``all``, ``cpu``, ``cpu-gpu`` or ``cpu-ne``; for Core ML bundles only.
+        compute_units: where Core ML may run: ``all`` (when left out), ``cpu``, ``cpu-gpu`` or ``cpu-ne``; Core ML bundles only.
 
     Raises:
         UserError: no bundle, a damaged one or a damaged profile, or arguments that make no sense.
@@ -320,7 +320,7 @@ def load(
 
 
 def open_session(
-    bundle: Bundle, threads: int | None = None, capacity: int | None = None, compute_units: ComputeUnits = "all"
+    bundle: Bundle, threads: int | None = None, capacity: int | None = None, compute_units: ComputeUnits | None = None
 ) -> OrtSession | CoreMLSession:
     """The session of a bundle's kind; arguments as for :func:`load`.
 
@@ -329,9 +329,11 @@ def open_session(
     """
     contract = bundle.manifest.contract
     if contract.coreml is None:
+        if compute_units is not None:
+            raise UserError(f"compute units: {bundle.folder} is an ONNX bundle, which runs on the CPU; leave --compute-units out")
         return OrtSession(bundle, threads=threads, capacity=capacity)
     if threads is not None:
         raise UserError(f"threads: {bundle.folder} is a Core ML bundle, whose threads are the system's; leave --threads out")
     parity = bundle.manifest.parity
     near_tie = NEAR_TIE if parity is None or parity.near_tie is None else parity.near_tie
-    return CoreMLSession(bundle.path(bundle.manifest.graph), contract.coreml, capacity, compute_units, near_tie)
+    return CoreMLSession(bundle.path(bundle.manifest.graph), contract.coreml, capacity, compute_units or "all", near_tie)

@@ -11,9 +11,11 @@ import click
 from specstream.models.errors import UserError
 from specstream.toolchain.generate_command import statistics
 from specstream.toolchain.sampling_options import NewSampling, sampling_options
+from specstream.toolchain.session_options import session_options
 
 if TYPE_CHECKING:
     from specstream.runtimes import LanguageModel, Sampling
+    from specstream.runtimes.coreml_session import ComputeUnits
 
 
 @click.command()
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of an answer at most.")
 @click.option("--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
+@session_options
 @sampling_options
 @click.option("--stats/--no-stats", default=False, help="A line of statistics on standard error after each answer.")
 def chat(
@@ -30,6 +32,7 @@ def chat(
     max_new_tokens: int,
     draft: str,
     threads: int | None,
+    compute_units: ComputeUnits | None,
     new_sampling: NewSampling,
     stats: bool,
 ) -> None:
@@ -44,7 +47,7 @@ def chat(
     """
     from specstream.runtimes import load
 
-    lm = load(bundle, threads=threads)
+    lm = load(bundle, threads=threads, compute_units=compute_units)
     if not lm.manifest.tokenizer.has_chat_template:
         raise UserError(f"{bundle}: this model has no chat template; use 'specstream generate'")
     opening = [{"role": "system", "content": system}] if system else []

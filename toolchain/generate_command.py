@@ -11,9 +11,11 @@ import click
 from specstream.models.errors import UserError
 from specstream.toolchain.report import json_option, write_report
 from specstream.toolchain.sampling_options import NewSampling, sampling_options
+from specstream.toolchain.session_options import session_options
 
 if TYPE_CHECKING:
     from specstream.runtimes import GenerationResult
+    from specstream.runtimes.coreml_session import ComputeUnits
 
 
 @click.command()
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens to generate at most.")
 @click.option("--draft", default="auto", show_default=True, metavar="NAME", help="Drafts: auto, joined, streams, lookup or none.")
 @click.option("--budget", type=click.IntRange(min=1), metavar="ROWS", help="Rows of a verifying call at most.  [default: as many as pay]")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
+@session_options
 @click.option("--raw", is_flag=True, help="Take the prompt as it is, without the chat template.")
 @sampling_options
 @click.option("--stats/--no-stats", default=True, help="End with a line of statistics on standard error.")
@@ -36,6 +38,7 @@ def generate(
     draft: str,
     budget: int | None,
     threads: int | None,
+    compute_units: ComputeUnits | None,
     raw: bool,
     new_sampling: NewSampling,
     stats: bool,
@@ -56,7 +59,7 @@ def generate(
 
     from specstream.runtimes import load
 
-    lm = load(bundle, threads=threads)
+    lm = load(bundle, threads=threads, compute_units=compute_units)
     # --draft is checked against the names that the runtime knows.
     for piece in lm.stream(text, max_new_tokens, draft, raw=raw, budget=budget or "adaptive", sampling=new_sampling()):
         click.echo(piece, nl=False)

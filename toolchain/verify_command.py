@@ -14,9 +14,11 @@ from specstream.models.errors import CheckFailed, UserError
 from specstream.toolchain.prompt_rows import read_prompt_rows
 from specstream.toolchain.report import json_option, write_report
 from specstream.toolchain.sampling_options import NewSampling, sampling_options
+from specstream.toolchain.session_options import session_options
 
 if TYPE_CHECKING:
     from specstream.runtimes import LanguageModel, Sampling
+    from specstream.runtimes.coreml_session import ComputeUnits
     from specstream.runtimes.verify import Mismatch, VerifyReport
 
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 )
 @click.option("--model", metavar="MODEL", help="Base weights for transformers. [default: the name in the bundle]")
 @click.option("--adapter", metavar="ADAPTER", help="Adapter for transformers. [default: the zoo's with the bundle's checksum]")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
+@session_options
 @click.option("--raw", is_flag=True, help="Take prompts as they are, without the chat template.")
 @sampling_options
 @click.option("--record/--no-record", default=True, help="Note the result in the bundle, where 'info' shows it.")
@@ -52,6 +54,7 @@ def verify(
     model: str | None,
     adapter: str | None,
     threads: int | None,
+    compute_units: ComputeUnits | None,
     raw: bool,
     new_sampling: NewSampling,
     record: bool,
@@ -81,7 +84,7 @@ def verify(
     from specstream.runtimes.verify import verify as compare
     from specstream.toolchain.terminal import progress_bar, step_status
 
-    lm = load(bundle, threads=threads)
+    lm = load(bundle, threads=threads, compute_units=compute_units)
     prompts = [lm.prompt_ids(text, raw) for text in texts]
     drafter = lm.drafter(draft)  # the runtime checks the name
     with step_status() as step:

@@ -127,7 +127,7 @@ def test_commands(bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "differences 0" in capfd.readouterr().out
     assert run(["info", str(bundle)]) == 0
     assert "profile coreml" in capfd.readouterr().out
-    assert run(["generate", str(bundle), "hello", "--max-new-tokens", "4"]) == 0
+    assert run(["generate", str(bundle), "hello", "--max-new-tokens", "4", "--compute-units", "cpu-gpu"]) == 0
     capfd.readouterr()
     for command, message in (
         (["generate", str(bundle), "hello", "--threads", "2"], "a Core ML bundle, whose threads are the system's"),

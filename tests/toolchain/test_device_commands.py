@@ -96,6 +96,7 @@ def test_a_prompt_from_a_file_or_from_standard_input(
         (["no-such-bundle", "x"], "no such bundle"),
         (["BUNDLE", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["BUNDLE", "x", "--json", "no-such-folder/report.json"], "there is no folder"),
+        (["BUNDLE", "x", "--compute-units", "cpu"], "an ONNX bundle, which runs on the CPU"),
     ],
 )
 def test_what_generate_refuses(bundle: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
