@@ -5,6 +5,8 @@ Pure arithmetic on what each call cost and gave, in units of a plain call's time
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -128,9 +130,9 @@ class AdaptiveBudget:
         if most < 1:
             raise UserError(f"budget: {most} given, 1 or more expected")
         self.most = most
-        self._costs = costs.table(most)
+        self._costs: list[float] = costs.table(most).tolist()
         self._streams = costs.streams if uses_streams else 0.0
-        self._cheapest_row = float(np.diff(self._costs).min()) if most > 1 else 0.0
+        self._cheapest_row = min((b - a for a, b in itertools.pairwise(self._costs)), default=0.0)
         self._account = _AT_START
         self._accepted = self._promised = _TRUST
         # Tokens and time of drafted calls lately, the root's own token included.
@@ -160,7 +162,7 @@ class AdaptiveBudget:
 
     def budget(self) -> int:
         """Rows of the next call at most; 1 when it should be plain."""
-        usual = float(self._costs[round(self._rows) - 1])
+        usual = self._costs[round(self._rows) - 1]
         loss = usual + self._streams - 1.0
         # To begin takes two: streams beside rows serve the call after the one that carries them.
         self._drafting = self.most > 1 and self._account >= (loss if self._drafting else 2.0 * loss)
@@ -176,9 +178,13 @@ class AdaptiveBudget:
 
     def trim(self, tree: TokenTree) -> TokenTree:
         """The likeliest rows of a tree, as many as are worth their time."""
-        likely = np.sort(path_probabilities(tree))[::-1][: self.most]
-        gain = self._bounded_correction() * np.cumsum(likely) - max(self.rate, 1.0) * self._costs[: len(likely)]
-        rows = int(gain.argmax()) + 1
+        correction, rate = self._bounded_correction(), max(self.rate, 1.0)
+        rows, best, expected = 0, -math.inf, 0.0
+        for row, (probability, cost) in enumerate(zip(sorted(path_probabilities(tree), reverse=True), self._costs, strict=False), 1):
+            expected += probability
+            gain = correction * expected - rate * cost
+            if gain > best:
+                rows, best = row, gain
         return tree if rows >= len(tree) else likeliest_rows(tree, rows)
 
     def record(self, rows: int, emitted: int, expected: float) -> None:
@@ -192,7 +198,7 @@ class AdaptiveBudget:
         if not self._drafting:
             self._account = min(self._account + _EARNED, _LARGEST)
             return
-        cost = float(self._costs[min(rows, self.most) - 1]) + self._streams
+        cost = self._costs[min(rows, self.most) - 1] + self._streams
         self._account = min(self._account + emitted - cost, _LARGEST)
         self._rows += 0.2 * (rows - self._rows)
         self._emitted = _FORGET * self._emitted + emitted
