@@ -5,6 +5,7 @@ Token ids and probabilities; knows nothing of prompts, trees or tokenizers.
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -92,9 +93,9 @@ class NgramTable:
 
     def _entry(self, order: int, entry: int) -> Following:
         start, end = self._starts[entry], self._starts[entry + 1]
-        logprobs = self._arrays["logprobs"][start:end].astype(np.float64) * -_STEP
-        rest = max(0.0, 1.0 - float(np.exp(logprobs).sum()))
-        return Following(order, tuple(self._arrays["tokens"][start:end].tolist()), tuple(logprobs.tolist()), rest)
+        logprobs = [steps * -_STEP for steps in self._arrays["logprobs"][start:end].tolist()]
+        rest = max(0.0, 1.0 - sum(map(math.exp, logprobs)))
+        return Following(order, tuple(self._arrays["tokens"][start:end].tolist()), tuple(logprobs), rest)
 
     def save(self, file: str | Path | BinaryIO) -> None:
         """Write the table: an .npz of plain arrays.
