@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from specstream.models.errors import UserError
 from specstream.runtimes.drafters import DraftContext, RemainingStreams, remaining_streams
@@ -25,7 +26,7 @@ LARGEST_WEIGHT: Final = 20.0
 STREAMS, NGRAMS, LOOKUP = 1, 2, 4  # bits that say which sources have something to say at a node
 _NARROW: Final = 1e-3  # children less likely than this are not worth a row
 _LARGEST: Final = 50.0  # of a score, so that its exponential stays a number
-_MEMO: Final = 4096  # contexts remembered
+_MEMO: Final = 4096  # entries of the n-gram table remembered
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ class JoinedDrafter:
         self._other = [math.exp((w.no_ngram if sources & NGRAMS else 0.0) - w.bias[sources - 1]) for sources in range(1, 8)]
         self._no_stream = math.exp(-w.no_stream)
         self._lookup_factors = [math.exp(score) for score in w.lookup]
-        self._stream_weights = np.asarray(w.streams, dtype=np.float32)
-        self._ngram_factors: dict[tuple[int, ...], list[tuple[int, float]] | None] = {}
+        self._temperatures = np.asarray(self.temperatures, dtype=np.float32)
+        self._stream_weights: dict[tuple[int, int], FloatArray] = {}  # a column, by the first stream and the one behind the last
+        self._ngram_factors: dict[int, list[tuple[int, float]]] = {}
 
     @property
     def uses_streams(self) -> bool:
@@ -214,20 +216,24 @@ class JoinedDrafter:
 
     def _stream_factors(self, streams: RemainingStreams) -> tuple[list[list[int]], list[list[float]], FloatArray | None]:
         """Candidates by depth, their factors, and those below each candidate of the depth above."""
-        free, given = stream_odds(streams, self.temperatures)
-        numbers = np.minimum(np.arange(streams.used, streams.used + len(free)), len(self._stream_weights) - 1)
-        weight = self._stream_weights[numbers][:, None]
+        free, given = stream_odds(streams, self._temperatures)
+        depths = streams.used, streams.used + len(free)
+        weight = self._stream_weights.get(depths)
+        if weight is None:
+            numbers = np.minimum(np.arange(*depths), len(self.weights.streams) - 1)
+            weight = self._stream_weights[depths] = np.asarray(self.weights.streams, dtype=np.float32)[numbers][:, None]
         factors = np.exp(np.minimum(free * weight, _LARGEST)).tolist()
         return streams.ids.tolist(), factors, None if given is None else np.exp(np.minimum(given * weight[:, None], _LARGEST))
 
     def _scored_ngrams(self, tail: tuple[int, ...]) -> list[tuple[int, float]] | None:
-        """Candidates of the table with their factors, remembered by context."""
-        if tail in self._ngram_factors:
-            return self._ngram_factors[tail]
+        """Candidates of the table with their factors, remembered by entry: many contexts are known by the same last tokens."""
         assert self.ngrams is not None
-        following = self.ngrams.following(tail)
-        scored = None
-        if following is not None:
+        found = self.ngrams.find(tail)
+        if found is None:
+            return None
+        scored = self._ngram_factors.get(found[1])
+        if scored is None:
+            following = self.ngrams.entry(*found)
             weight = self.weights.ngrams[min(following.order, len(self.weights.ngrams)) - 1]
             rest = math.log(max(following.rest, SMALLEST_REST))
             # Those that it does not name have the factor 1 instead of exp(-no_ngram).
@@ -235,9 +241,9 @@ class JoinedDrafter:
                 (token, math.exp(weight * (p - rest) + self.weights.no_ngram))
                 for token, p in zip(following.tokens, following.logprobs, strict=True)
             ]
-        if len(self._ngram_factors) >= _MEMO:
-            self._ngram_factors.clear()
-        self._ngram_factors[tail] = scored
+            if len(self._ngram_factors) >= _MEMO:
+                self._ngram_factors.clear()
+            self._ngram_factors[found[1]] = scored
         return scored
 
 
@@ -260,7 +266,7 @@ def ngram_drafter(ngrams: NgramTable, weights: JoinWeights = PRIOR_WEIGHTS) -> J
     return JoinedDrafter(use_streams=False, ngrams=ngrams, weights=weights)
 
 
-def stream_odds(streams: RemainingStreams, temperatures: Sequence[float] = ()) -> tuple[FloatArray, FloatArray | None]:
+def stream_odds(streams: RemainingStreams, temperatures: npt.ArrayLike = ()) -> tuple[FloatArray, FloatArray | None]:
     """log(p / rest) of every candidate, and of every candidate below every candidate of the depth above.
 
     At another temperature the logarithm of the odds is divided by it, and a pair's score adds to it: the normalisations of
@@ -273,6 +279,7 @@ def stream_odds(streams: RemainingStreams, temperatures: Sequence[float] = ()) -
     rest = np.maximum(1.0 - np.add.reduce(p, axis=1, keepdims=True), SMALLEST_REST)
     with np.errstate(divide="ignore"):
         free: FloatArray = np.log(p / rest)
-    if any(t != 1.0 for t in temperatures[streams.used :]):
-        free = free / np.asarray(temperatures[streams.used :], dtype=np.float32)[:, None]
+    left = np.asarray(temperatures, dtype=np.float32)[streams.used :]
+    if len(left):
+        free = free / left[:, None]
     return free, None if streams.pairs is None else free[:, None, :] + streams.pairs
