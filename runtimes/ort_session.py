@@ -98,6 +98,7 @@ class OrtSession:
         self._committed: int | None = None  # row of the last call that was committed last
         self._last_call: _Bound | None = None
         self._last_rows = 0  # rows of the last call that a commit may name
+        self._draft_pass: tuple[ort.IOBinding, Mapping[str, npt.NDArray[Any]], DraftOutput] | None = None
         self._logits: FloatArray = np.empty((0, self.vocab_size), dtype=np.float32)
         self._allocate(capacity or min(FIRST_ALLOCATION, model.context_length))
 
@@ -188,7 +189,7 @@ class OrtSession:
         # Zeros, not empty: rows that no mask lets through still meet a product with 0 in some kernels, and 0 · NaN is NaN.
         self.cache: FloatArray = np.zeros((self._layers, 2, 1, heads, rows, head_dim), dtype=np.float32)
         self._calls: dict[tuple[int, int, int, bool], _Bound] = {}
-        self._draft_pass: tuple[ort.IOBinding, Mapping[str, npt.NDArray[Any]], DraftOutput] | None = None
+        self._draft_pass = None
 
     def _bound(self, rows: int, scored: int, streamed: int, logits: bool) -> _Bound:
         """What calls of this shape are made with; kept for trees, whose shapes come again and again."""

@@ -155,7 +155,7 @@ def tree_rows(tree: TokenTree, past: int, stream_rows: IntArray = NO_ROWS) -> Ro
     """Rows of a tree whose root is the token at position ``past``; all are scored."""
     return Rows(
         input_ids=tree.tokens,
-        position_ids=tree.depth + past,
+        position_ids=np.array(tree.positions(past), dtype=np.int64),
         tree_mask=tree.mask(),
         logit_rows=np.arange(len(tree), dtype=np.int64),
         stream_rows=stream_rows,

@@ -246,7 +246,7 @@ def sanitise(tree: TokenTree, context: DraftContext, vocab_size: int) -> tuple[T
     the last token.
     """
     proposed = len(tree)
-    tokens, parents, logprob = (np.asarray(a) for a in (tree.tokens, tree.parents, tree.logprob))
+    tokens, parents, logprob = np.asarray(tree.tokens), np.asarray(tree.parents), np.asarray(tree.logprob)
     whole = tokens.ndim == 1 and tokens.shape == parents.shape == logprob.shape and proposed > 0
     if not (
         whole and tokens.dtype.kind in "iu" and parents.dtype.kind in "iu" and logprob.dtype.kind in "iuf" and tokens[0] == context.root
@@ -270,8 +270,9 @@ def sanitise(tree: TokenTree, context: DraftContext, vocab_size: int) -> tuple[T
         # Probabilities only steer which rows carry streams; a path is no likelier than its parent, whatever a drafter says.
         kept_logprob.append(min(path, kept_logprob[above]) if path == path else kept_logprob[above])
         depths.append(depths[above] + 1)
+    # Usually there is nothing to mend.
     if (kept_tokens, kept_parents, kept_logprob) == rows and (tokens.dtype, parents.dtype, logprob.dtype) == _ROW_DTYPES:
-        return tree, 0  # the usual case: nothing to mend
+        return tree, 0
     clean = TokenTree(
         np.array(kept_tokens, dtype=np.int64), np.array(kept_parents, dtype=np.int32), np.array(kept_logprob, dtype=np.float32)
     )

@@ -43,10 +43,15 @@ class TokenTree:
     @property
     def depth(self) -> IntArray:
         """int64 [M]: distance from the root."""
-        depth = [0] * len(self)
-        for row, parent in enumerate(self.parents.tolist()[1:], 1):
-            depth[row] = depth[parent] + 1
-        return np.array(depth, dtype=np.int64)
+        return np.array(self.positions(0), dtype=np.int64)
+
+    def positions(self, root: int) -> list[int]:
+        """Of each row's token in the text, when the root's is ``root``."""
+        positions = [root] * len(self)
+        for row, parent in enumerate(self.parents.tolist()):
+            if row:
+                positions[row] = positions[parent] + 1
+        return positions
 
     def mask(self) -> BoolArray:
         """bool [M, M]: row i may see row j, that is its ancestors and itself; lower-triangular."""
