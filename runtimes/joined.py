@@ -142,7 +142,7 @@ class JoinedDrafter:
         if index is not None:
             index.update(context.tokens)
             matches = index.root_matches()
-        budget, max_depth, levels, least = context.budget, context.max_depth, len(ids), context.least
+        budget, max_depth, levels, least = context.budget, context.max_depth, len(ids), context.least or [0.0] * context.budget
 
         tokens, parents, paths, depths = [context.root], [-1], [1.0], [0]
         # What the sources know of each node: the last tokens and their matches.
@@ -160,12 +160,13 @@ class JoinedDrafter:
                 if depth < levels:
                     level = ids[depth]
                     factors = free[depth] if given is None or candidate is None else given[depth, candidate].tolist()
-                # Children less likely than the least are never reached; a little less, so that rounding decides nothing.
-                own = self._children(level, factors, tail, matches, max(_NARROW, 0.999 * least / paths[row]))
+                # Children that are too unlikely in whatever place are never reached; a little less, so that rounding decides nothing.
+                lowest = min(least[len(tokens) :], default=1.0)
+                own = self._children(level, factors, tail, matches, max(_NARROW, 0.999 * lowest / paths[row]))
                 if own:
                     heapq.heappush(heap, (-paths[row] * own[0][0], 2 * row, row, 0))
             children.append(own)
-            if not heap or len(tokens) >= budget or -heap[0][0] < least:
+            if not heap or len(tokens) >= budget or -heap[0][0] < least[len(tokens)]:
                 break
             negative, _, parent, rank = heapq.heappop(heap)
             siblings = children[parent]

@@ -99,7 +99,7 @@ def best_first(
     max_depth: int | None = None,
     pairs: npt.ArrayLike | None = None,
     root_candidate: int | None = None,
-    least: float = 0.0,
+    least: Sequence[float] = (),
 ) -> TokenTree:
     """The ``budget`` likeliest nodes, when depth j draws from the candidates of stream j.
 
@@ -116,9 +116,10 @@ def best_first(
         pairs: float [γ, k, k]: entry [j - 1, a, b] scores candidate b at depth j below candidate a at depth j - 1.
         root_candidate: which candidate of the stream before the first one the root is, for ``pairs[0]``; left out, depth 1 does
             not depend on the root.
-        least: probability of a path below which there are no nodes.
+        least: entry n is the probability of a path below which there is no node number n, the root being number 0; the tree ends
+            there.
     """
-    lowest = math.log(least) if least > 0 else -math.inf
+    lowest = [math.log(p) if p > 0 else -math.inf for p in least] if least else [-math.inf] * budget
     ids: list[list[int]] = np.asarray(stream_ids).tolist()
     logprobs = np.asarray(stream_logprobs, dtype=np.float32)
     free: list[list[float]] = logprobs.tolist()
@@ -147,7 +148,7 @@ def best_first(
                 heapq.heappush(heap, (-(paths[parent] + scores[order[rank]]), len(tokens) * 2 + (rank > 0), parent, rank))
 
     push(0, 0)
-    while heap and len(tokens) < budget and -heap[0][0] >= lowest:
+    while heap and len(tokens) < budget and -heap[0][0] >= lowest[len(tokens)]:
         negative, _, parent, rank = heapq.heappop(heap)
         row, depth = len(tokens), depths[parent]
         candidate = children(parent)[1][rank]
