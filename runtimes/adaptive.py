@@ -5,6 +5,8 @@ Pure arithmetic on what each call cost and gave, in units of a plain call's time
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -75,13 +77,14 @@ def prior_costs(scheme: str) -> CallCosts:
 class BudgetController(Protocol):
     """What the speculative loop asks before each call, in this order, and tells after it.
 
-    ``budget``: rows at most; 1 is plain decoding, for which no streams are computed. ``least``: the probability of a path below which
-    ``trim`` keeps no row, so that none need be drafted. ``trim``: the part of a tree that is worth its rows. ``record``: what the call
+    ``budget``: rows at most; 1 is plain decoding, for which no streams are computed. ``least``: where rows come from the likeliest
+    down, the probability of a path below which ``trim`` keeps no row that has n before it (entry n; empty: it keeps all), so that
+    growing may end there. ``trim``: the part of a tree that is worth its rows. ``record``: what the call
     gave.
     """
 
     def budget(self) -> int: ...
-    def least(self) -> float: ...
+    def least(self) -> Sequence[float]: ...
     def trim(self, tree: TokenTree) -> TokenTree: ...
     def record(self, rows: int, emitted: int, expected: float) -> None: ...
 
@@ -95,8 +98,8 @@ class FixedBudget:
     def budget(self) -> int:
         return self.rows
 
-    def least(self) -> float:
-        return 0.0
+    def least(self) -> Sequence[float]:
+        return ()
 
     def trim(self, tree: TokenTree) -> TokenTree:
         return tree
@@ -128,9 +131,11 @@ class AdaptiveBudget:
         if most < 1:
             raise UserError(f"budget: {most} given, 1 or more expected")
         self.most = most
-        self._costs = costs.table(most)
+        self._costs: list[float] = costs.table(most).tolist()
         self._streams = costs.streams if uses_streams else 0.0
-        self._cheapest_row = float(np.diff(self._costs).min()) if most > 1 else 0.0
+        # Of rows beyond the first n, what one costs on average where that is least.
+        of = self._costs
+        self._cheapest = [0.0] + [min((of[m] - of[n - 1]) / (m - n + 1) for m in range(n, most)) for n in range(1, most)]
         self._account = _AT_START
         self._accepted = self._promised = _TRUST
         # Tokens and time of drafted calls lately, the root's own token included.
@@ -160,15 +165,21 @@ class AdaptiveBudget:
 
     def budget(self) -> int:
         """Rows of the next call at most; 1 when it should be plain."""
-        usual = float(self._costs[round(self._rows) - 1])
+        usual = self._costs[round(self._rows) - 1]
         loss = usual + self._streams - 1.0
         # To begin takes two: streams beside rows serve the call after the one that carries them.
         self._drafting = self.most > 1 and self._account >= (loss if self._drafting else 2.0 * loss)
         return self.most if self._drafting else 1
 
-    def least(self) -> float:
-        """A row less likely than this loses time even where a row costs least; a little lower, so that rounding decides nothing."""
-        return 0.999 * max(self.rate, 1.0) * self._cheapest_row / self._bounded_correction()
+    def least(self) -> Sequence[float]:
+        """Behind n likelier rows, one that is less likely than entry n loses time, however many follow it.
+
+        For :meth:`trim` to keep it and m - 1 others after it, correction · Σ p must exceed rate · Σ cost over these m rows; none of
+        them is likelier than the first, so correction · p must exceed rate times the cost of one on average. A little lower, so that
+        rounding decides nothing.
+        """
+        scale = 0.999 * max(self.rate, 1.0) / self._bounded_correction()
+        return [scale * cost for cost in self._cheapest]
 
     def _bounded_correction(self) -> float:
         # Where nothing is accepted any more, a try still needs rows that could be.
@@ -176,9 +187,13 @@ class AdaptiveBudget:
 
     def trim(self, tree: TokenTree) -> TokenTree:
         """The likeliest rows of a tree, as many as are worth their time."""
-        likely = np.sort(path_probabilities(tree))[::-1][: self.most]
-        gain = self._bounded_correction() * np.cumsum(likely) - max(self.rate, 1.0) * self._costs[: len(likely)]
-        rows = int(gain.argmax()) + 1
+        correction, rate = self._bounded_correction(), max(self.rate, 1.0)
+        rows, best, expected = 0, -math.inf, 0.0
+        for row, (probability, cost) in enumerate(zip(sorted(path_probabilities(tree), reverse=True), self._costs, strict=False), 1):
+            expected += probability
+            gain = correction * expected - rate * cost
+            if gain > best:
+                rows, best = row, gain
         return tree if rows >= len(tree) else likeliest_rows(tree, rows)
 
     def record(self, rows: int, emitted: int, expected: float) -> None:
@@ -192,7 +207,7 @@ class AdaptiveBudget:
         if not self._drafting:
             self._account = min(self._account + _EARNED, _LARGEST)
             return
-        cost = float(self._costs[min(rows, self.most) - 1]) + self._streams
+        cost = self._costs[min(rows, self.most) - 1] + self._streams
         self._account = min(self._account + emitted - cost, _LARGEST)
         self._rows += 0.2 * (rows - self._rows)
         self._emitted = _FORGET * self._emitted + emitted

@@ -41,14 +41,15 @@ class DraftContext:
         streams: the latest ones, or None when there were none yet.
         budget: rows that the tree may have, the root included.
         max_depth: levels below the root that can still be accepted (what is left to generate limits it).
-        least: the probability of a path below which rows are of no use; a drafter may leave them out.
+        least: the probability of a path below which a row is of no use that n likelier ones come before (entry n, the root counted;
+            none: all are of use). A drafter that grows its tree from the likeliest row down may end there.
     """
 
     tokens: Sequence[int]
     streams: Streams | None
     budget: int
     max_depth: int
-    least: float = 0.0
+    least: Sequence[float] = ()
 
     @property
     def root(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from specstream.models.errors import UserError
 from specstream.runtimes.drafters import DraftContext, RemainingStreams, remaining_streams
@@ -25,7 +26,7 @@ LARGEST_WEIGHT: Final = 20.0
 STREAMS, NGRAMS, LOOKUP = 1, 2, 4  # bits that say which sources have something to say at a node
 _NARROW: Final = 1e-3  # children less likely than this are not worth a row
 _LARGEST: Final = 50.0  # of a score, so that its exponential stays a number
-_MEMO: Final = 4096  # contexts remembered
+_MEMO: Final = 4096  # entries of the n-gram table remembered
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ class JoinedDrafter:
         self._other = [math.exp((w.no_ngram if sources & NGRAMS else 0.0) - w.bias[sources - 1]) for sources in range(1, 8)]
         self._no_stream = math.exp(-w.no_stream)
         self._lookup_factors = [math.exp(score) for score in w.lookup]
-        self._stream_weights = np.asarray(w.streams, dtype=np.float32)
-        self._ngram_factors: dict[tuple[int, ...], list[tuple[int, float]] | None] = {}
+        self._temperatures = np.asarray(self.temperatures, dtype=np.float32)
+        self._stream_weights: dict[tuple[int, int], FloatArray] = {}  # a column, by the first stream and the one behind the last
+        self._ngram_factors: dict[int, list[tuple[int, float]]] = {}
 
     @property
     def uses_streams(self) -> bool:
@@ -130,44 +132,41 @@ class JoinedDrafter:
         streams = remaining_streams(context) if self.use_streams else None
         ids: list[list[int]] = []
         free: list[list[float]] = []
-        given: list[list[list[float]]] | None = None
-        root_candidate = None
+        given: FloatArray | None = None
+        candidate = None  # which of a depth's stream candidates a node is
         if streams is not None:
             ids, free, given = self._stream_factors(streams)
-            root_candidate = streams.root_candidate
-        places = [{token: i for i, token in enumerate(level)} for level in ids] if given is not None else []
+            candidate = streams.root_candidate
         index, width = self.lookup, 0 if self.ngrams is None else self.ngrams.order
         matches: Matches = []
         if index is not None:
             index.update(context.tokens)
             matches = index.root_matches()
-        budget, max_depth, levels = context.budget, context.max_depth, len(ids)
+        budget, max_depth, levels, least = context.budget, context.max_depth, len(ids), context.least or [0.0] * context.budget
 
         tokens, parents, paths, depths = [context.root], [-1], [1.0], [0]
-        # What the sources know of each node: the stream's candidate, the last tokens, the path below the root and its matches.
-        candidates: list[int | None] = [root_candidate]
-        tails = [tuple(context.tokens[-width:]) if width else ()]
-        below_root: list[tuple[int, ...]] = [()]
-        found = [matches]
+        # What the sources know of each node: the last tokens and their matches.
+        tail = tuple(context.tokens[-width:]) if width else ()
+        tails, found = [tail], [matches]
         children: list[list[tuple[float, int]]] = []  # (probability, token), the likeliest first
         # (-probability of the path, order of pushing, parent, rank among its children)
         heap: list[tuple[float, int, int, int]] = []
-        row = 0
+        row = depth = 0
         while True:
-            depth = depths[row]
             own: list[tuple[float, int]] = []
             if depth < max_depth:
-                level: list[int] = []
+                level: Sequence[int] = ()
                 factors: list[float] = []
                 if depth < levels:
-                    candidate = candidates[row]
                     level = ids[depth]
-                    factors = free[depth] if given is None or candidate is None else given[depth][candidate]
-                own = self._children(level, factors, tails[row], found[row])
+                    factors = free[depth] if given is None or candidate is None else given[depth, candidate].tolist()
+                # Children that are too unlikely in whatever place are never reached; a little less, so that rounding decides nothing.
+                lowest = min(least[len(tokens) :], default=1.0)
+                own = self._children(level, factors, tail, matches, max(_NARROW, 0.999 * lowest / paths[row]))
                 if own:
                     heapq.heappush(heap, (-paths[row] * own[0][0], 2 * row, row, 0))
             children.append(own)
-            if not heap or len(tokens) >= budget or -heap[0][0] < context.least:
+            if not heap or len(tokens) >= budget or -heap[0][0] < least[len(tokens)]:
                 break
             negative, _, parent, rank = heapq.heappop(heap)
             siblings = children[parent]
@@ -178,18 +177,23 @@ class JoinedDrafter:
             tokens.append(token)
             parents.append(parent)
             paths.append(-negative)
-            depths.append(depth + 1)
             if len(tokens) >= budget:
                 break  # the last node needs no children
-            candidates.append(places[depth].get(token) if depth < len(places) else None)
-            tails.append((*tails[parent], token)[-width:] if width else ())
-            path = (*below_root[parent], token) if index is not None else ()
-            below_root.append(path)
-            found.append(index.child_matches(found[parent], path) if index is not None else [])
-        return grown_tree(tokens, parents, np.log(paths).tolist())
+            candidate = ids[depth].index(token) if given is not None and depth < levels and token in ids[depth] else None
+            depth += 1
+            depths.append(depth)
+            if width:
+                tail = (*tails[parent], token)[-width:]
+                tails.append(tail)
+            if index is not None:
+                matches = index.longer_matches(found[parent], token) or index.path_matches(_path(row, tokens, parents))
+                found.append(matches)
+        return grown_tree(tokens, parents, [math.log(path) for path in paths])
 
-    def _children(self, ids: Sequence[int], factors: Sequence[float], tail: tuple[int, ...], matches: Matches) -> list[tuple[float, int]]:
-        """(probability, token) of a node's children, the likeliest first; see :class:`JoinWeights`.
+    def _children(
+        self, ids: Sequence[int], factors: Sequence[float], tail: tuple[int, ...], matches: Matches, least: float
+    ) -> list[tuple[float, int]]:
+        """(probability, token) of a node's children, the likeliest first, down to ``least``; see :class:`JoinWeights`.
 
         ``ids`` and ``factors`` are of the stream for this depth, if there is one.
         """
@@ -203,32 +207,34 @@ class JoinedDrafter:
         if grams is not None:
             for token, factor in grams:
                 joint[token] = joint.get(token, unnamed) * factor
-        for continuation in following:
-            factor = self._lookup_factors[continuation.length - 1] * continuation.share**self.weights.share
-            joint[continuation.token] = joint.get(continuation.token, unnamed) * factor
+        for token, length, share in following:
+            joint[token] = joint.get(token, unnamed) * (self._lookup_factors[length - 1] * share**self.weights.share)
         total = self._other[sources - 1] + sum(joint.values())
-        least = _NARROW * total
+        least *= total
         children = [(factor / total, token) for token, factor in joint.items() if factor > least]
         children.sort(reverse=True)
         return children
 
-    def _stream_factors(self, streams: RemainingStreams) -> tuple[list[list[int]], list[list[float]], list[list[list[float]]] | None]:
+    def _stream_factors(self, streams: RemainingStreams) -> tuple[list[list[int]], list[list[float]], FloatArray | None]:
         """Candidates by depth, their factors, and those below each candidate of the depth above."""
-        free, given = stream_odds(streams, self.temperatures)
-        numbers = np.minimum(np.arange(streams.used, streams.used + len(free)), len(self._stream_weights) - 1)
-        weight = self._stream_weights[numbers]
-        factors = np.exp(np.minimum(free * weight[:, None], _LARGEST)).tolist()
-        given_factors = None if given is None else np.exp(np.minimum(given * weight[:, None, None], _LARGEST)).tolist()
-        return streams.ids.tolist(), factors, given_factors
+        free, given = stream_odds(streams, self._temperatures)
+        depths = streams.used, streams.used + len(free)
+        weight = self._stream_weights.get(depths)
+        if weight is None:
+            numbers = np.minimum(np.arange(*depths), len(self.weights.streams) - 1)
+            weight = self._stream_weights[depths] = np.asarray(self.weights.streams, dtype=np.float32)[numbers][:, None]
+        factors = np.exp(np.minimum(free * weight, _LARGEST)).tolist()
+        return streams.ids.tolist(), factors, None if given is None else np.exp(np.minimum(given * weight[:, None], _LARGEST))
 
     def _scored_ngrams(self, tail: tuple[int, ...]) -> list[tuple[int, float]] | None:
-        """Candidates of the table with their factors, remembered by context."""
-        if tail in self._ngram_factors:
-            return self._ngram_factors[tail]
+        """Candidates of the table with their factors, remembered by entry: many contexts are known by the same last tokens."""
         assert self.ngrams is not None
-        following = self.ngrams.following(tail)
-        scored = None
-        if following is not None:
+        found = self.ngrams.find(tail)
+        if found is None:
+            return None
+        scored = self._ngram_factors.get(found[1])
+        if scored is None:
+            following = self.ngrams.entry(*found)
             weight = self.weights.ngrams[min(following.order, len(self.weights.ngrams)) - 1]
             rest = math.log(max(following.rest, SMALLEST_REST))
             # Those that it does not name have the factor 1 instead of exp(-no_ngram).
@@ -236,10 +242,19 @@ class JoinedDrafter:
                 (token, math.exp(weight * (p - rest) + self.weights.no_ngram))
                 for token, p in zip(following.tokens, following.logprobs, strict=True)
             ]
-        if len(self._ngram_factors) >= _MEMO:
-            self._ngram_factors.clear()
-        self._ngram_factors[tail] = scored
+            if len(self._ngram_factors) >= _MEMO:
+                self._ngram_factors.clear()
+            self._ngram_factors[found[1]] = scored
         return scored
+
+
+def _path(row: int, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Tokens from below the root to a row."""
+    path = []
+    while row:
+        path.append(tokens[row])
+        row = parents[row]
+    return path[::-1]
 
 
 def lookup_drafter(fold: Sequence[int] | None = None, weights: JoinWeights = PRIOR_WEIGHTS) -> JoinedDrafter:
@@ -252,7 +267,7 @@ def ngram_drafter(ngrams: NgramTable, weights: JoinWeights = PRIOR_WEIGHTS) -> J
     return JoinedDrafter(use_streams=False, ngrams=ngrams, weights=weights)
 
 
-def stream_odds(streams: RemainingStreams, temperatures: Sequence[float] = ()) -> tuple[FloatArray, FloatArray | None]:
+def stream_odds(streams: RemainingStreams, temperatures: npt.ArrayLike = ()) -> tuple[FloatArray, FloatArray | None]:
     """log(p / rest) of every candidate, and of every candidate below every candidate of the depth above.
 
     At another temperature the logarithm of the odds is divided by it, and a pair's score adds to it: the normalisations of
@@ -262,9 +277,10 @@ def stream_odds(streams: RemainingStreams, temperatures: Sequence[float] = ()) -
         float32 [depths, k] and, with pairs, float32 [depths, k, k]; impossible candidates are -inf.
     """
     p = np.fmax(np.exp(streams.logprobs), 0.0)  # what is no number is impossible
-    rest = np.maximum(1.0 - p.sum(axis=1, keepdims=True), SMALLEST_REST)
+    rest = np.maximum(1.0 - np.add.reduce(p, axis=1, keepdims=True), SMALLEST_REST)
     with np.errstate(divide="ignore"):
         free: FloatArray = np.log(p / rest)
-    if any(t != 1.0 for t in temperatures[streams.used :]):
-        free = free / np.asarray(temperatures[streams.used :], dtype=np.float32)[:, None]
+    left = np.asarray(temperatures, dtype=np.float32)[streams.used :]
+    if len(left):
+        free = free / left[:, None]
     return free, None if streams.pairs is None else free[:, None, :] + streams.pairs

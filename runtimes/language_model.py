@@ -117,7 +117,7 @@ class LanguageModel:
         sampling: Sampling | None = None,
     ) -> GenerationResult:
         """The whole text at once; arguments as in :meth:`stream`."""
-        for _ in self.stream(prompt, max_new_tokens, draft, raw=raw, budget=budget, stream_rows=stream_rows, sampling=sampling):
+        for _ in self._pieces(False, prompt, max_new_tokens, draft, raw, budget, stream_rows, sampling):
             pass
         assert self.last is not None
         return self.last
@@ -151,6 +151,20 @@ class LanguageModel:
         Raises:
             UserError: a prompt that is empty or too long, or an argument that makes no sense.
         """
+        return self._pieces(True, prompt, max_new_tokens, draft, raw, budget, stream_rows, sampling)
+
+    def _pieces(
+        self,
+        wanted: bool,
+        prompt: Prompt,
+        max_new_tokens: int,
+        draft: Draft,
+        raw: bool,
+        budget: Budget,
+        stream_rows: StreamRows | None,
+        sampling: Sampling | None,
+    ) -> Iterator[str]:
+        """See :meth:`stream`; there are no pieces where they are not ``wanted``, and the text is decoded once, as a whole."""
         drafter = self.drafter(draft)
         if stream_rows is None:
             stream_rows = max(self.profile.stream_rows, 1) if self.profile is not None else DEFAULT_STREAM_ROWS
@@ -181,7 +195,8 @@ class LanguageModel:
             calls = drafted = accepted = dropped = 0
             first = paused = 0.0
             reason: FinishReason | None = None
-            text = self.codec.stream()
+            stream = self.codec.stream() if wanted else None
+            text = None
             for block in blocks:
                 if not token_ids:
                     first = time.perf_counter() - start
@@ -189,17 +204,19 @@ class LanguageModel:
                 calls += block.rows > 0
                 drafted, accepted, dropped = drafted + block.drafted, accepted + block.accepted, dropped + block.dropped
                 reason = block.finish_reason
-                if piece := text.push(block.tokens):
+                if stream is not None and (piece := stream.push(block.tokens)):
                     handed_over = time.perf_counter()
                     yield piece
                     paused += time.perf_counter() - handed_over  # what the caller does with a piece is not our time
+            if stream is None:
+                text = self.codec.decode(token_ids)
             seconds = time.perf_counter() - start - first - paused
-            if piece := text.finish():
+            if stream is not None and (piece := stream.finish()):
                 yield piece
             assert reason is not None
             decoded = len(token_ids) - 1
             self.last = GenerationResult(
-                text=self.codec.decode(token_ids),
+                text=self.codec.decode(token_ids) if text is None else text,
                 token_ids=tuple(token_ids),
                 finish_reason=reason,
                 tokens=len(token_ids),

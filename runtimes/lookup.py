@@ -6,20 +6,19 @@ Token ids only; says how long a match is and what follows it, not how likely tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from tokenizers import Tokenizer
 
 LONGEST_MATCH: Final = 8  # longer matches count as this long
+_WEIGHTS: Final = tuple(4.0**length for length in range(LONGEST_MATCH + 1))
 _OCCURRENCES: Final = 16  # the latest ones of an n-gram; older ones are not looked at, so a call's time does not grow with the text
 
 # Places in the text that end with the same tokens as a path, each with how many are the same: (position, length), longest first.
 Matches = list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Continuation:
+class Continuation(NamedTuple):
     """What may follow a path.
 
     Attributes:
@@ -55,14 +54,23 @@ class SuffixIndex:
             self._start_anew()
             known = 0
         self._source = tokens
-        for token in tokens[known:]:
-            place = len(self._tokens)
-            kind = token if self._fold is None else self._fold[token]
-            self._single.setdefault(kind, []).append(place)
-            if place:
-                self._pairs.setdefault((self._kinds[-1], kind), []).append(place)
-            self._tokens.append(token)
-            self._kinds.append(kind)
+        fold, kinds, single, pairs = self._fold, self._kinds, self._single, self._pairs
+        new = tokens[known:]
+        before = kinds[-1] if kinds else None
+        for place, kind in enumerate(new if fold is None else [fold[token] for token in new], known):
+            if (places := single.get(kind)) is None:
+                single[kind] = [place]
+            else:
+                places.append(place)
+            if before is not None:
+                pair = before, kind
+                if (places := pairs.get(pair)) is None:
+                    pairs[pair] = [place]
+                else:
+                    places.append(place)
+            kinds.append(kind)
+            before = kind
+        self._tokens += new
 
     def root_matches(self) -> Matches:
         """Matches of the text's own last tokens."""
@@ -74,13 +82,18 @@ class SuffixIndex:
         Args:
             path: tokens below the root, the new one last.
         """
-        kinds, token = self._kinds, path[-1]
+        return self.longer_matches(matches, path[-1]) or self.path_matches(path)
+
+    def longer_matches(self, matches: Matches, token: int) -> Matches:
+        """Those of a path's matches that go on with a token."""
+        kinds = self._kinds
         kind = token if self._fold is None else self._fold[token]
         end = len(kinds) - 1
-        longer = [(place + 1, min(length + 1, LONGEST_MATCH)) for place, length in matches if place < end and kinds[place + 1] == kind]
-        if longer:
-            return longer
-        return self._find(list(path) if self._fold is None else [self._fold[t] for t in path], len(kinds))
+        return [(place + 1, min(length + 1, LONGEST_MATCH)) for place, length in matches if place < end and kinds[place + 1] == kind]
+
+    def path_matches(self, path: Sequence[int]) -> Matches:
+        """Matches of a path below the root, found without those of its parent."""
+        return self._find(list(path) if self._fold is None else [self._fold[token] for token in path], len(self._kinds))
 
     def continuations(self, matches: Matches) -> list[Continuation]:
         """Tokens that followed, each once."""
@@ -90,10 +103,10 @@ class SuffixIndex:
         total = 0.0
         for place, length in matches:
             if place < end:
-                token, weight = tokens[place + 1], 4.0**length
+                token, weight = tokens[place + 1], _WEIGHTS[length]
                 total += weight
-                longest, sum_ = found.get(token, (0, 0.0))
-                found[token] = (max(length, longest), sum_ + weight)
+                known = found.get(token)
+                found[token] = (length, weight) if known is None else (max(length, known[0]), known[1] + weight)
         return [Continuation(token, length, weight / total) for token, (length, weight) in found.items()]
 
     def _start_anew(self) -> None:
@@ -105,20 +118,20 @@ class SuffixIndex:
     def _find(self, path: list[int], end: int) -> Matches:
         """The latest occurrences of the last two kinds of text + path, or else of the last one, with their lengths."""
         kinds = self._kinds
-        tail = (kinds[max(0, end - LONGEST_MATCH) :] + path)[-LONGEST_MATCH:]
+        tail = path[-LONGEST_MATCH:] if len(path) >= 2 else kinds[max(end - 2, 0) :] + path
         if not tail:
             return []
         places = self._pairs.get((tail[-2], tail[-1])) if len(tail) > 1 else None
         # The text's own end is no earlier occurrence.
         if places is None or (len(places) == 1 and places[0] >= end - 1):
-            places = self._single.get(tail[-1])
-        if places is None:
-            return []
+            # Nowhere else are the last two the same, so nowhere are more.
+            return [(place, 1) for place in self._single.get(tail[-1], ())[-_OCCURRENCES:] if place < end - 1]
+        tail = (kinds[max(0, end - LONGEST_MATCH) :] + path)[-LONGEST_MATCH:]
         matches = []
         for place in places[-_OCCURRENCES:]:
             if place >= end - 1:
                 continue
-            length = 1
+            length = 2
             while length < len(tail) and length <= place and kinds[place - length] == tail[-1 - length]:
                 length += 1
             matches.append((place, length))

@@ -5,6 +5,7 @@ Token ids and probabilities; knows nothing of prompts, trees or tokenizers.
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -64,37 +65,43 @@ class NgramTable:
             keys: list[int] = arrays["keys"][first : first + size].tolist()
             self._index.append(dict(zip(keys, range(first, first + size), strict=True)))
             first += size
-        self._memo: dict[tuple[int, ...], Following | None] = {}
+        self._memo: dict[tuple[int, ...], tuple[int, int] | None] = {}
 
     def following(self, context: tuple[int, ...]) -> Following | None:
         """What may follow the tokens ``context`` (the last one last; those before the longest order do not matter).
 
         None when not even the last token is known.
         """
+        found = self.find(context)
+        return None if found is None else self.entry(*found)
+
+    def find(self, context: tuple[int, ...]) -> tuple[int, int] | None:
+        """How many of the last tokens of ``context`` are the longest known context, and its number among all of the table's."""
         context = context[-self.order :]
         if context in self._memo:
             return self._memo[context]
-        found = None
         hashes = []
         value = 0
         for token in reversed(context):
             value = ((value + token + 1) * _MULTIPLIER) & _MASK
             hashes.append(value >> 32)
+        found = None
         for order in range(len(hashes), 0, -1):
-            entry = self._index[order - 1].get(hashes[order - 1])
-            if entry is not None:
-                found = self._entry(order, entry)
+            number = self._index[order - 1].get(hashes[order - 1])
+            if number is not None:
+                found = order, number
                 break
         if len(self._memo) >= _MEMO:
             self._memo.clear()
         self._memo[context] = found
         return found
 
-    def _entry(self, order: int, entry: int) -> Following:
-        start, end = self._starts[entry], self._starts[entry + 1]
-        logprobs = self._arrays["logprobs"][start:end].astype(np.float64) * -_STEP
-        rest = max(0.0, 1.0 - float(np.exp(logprobs).sum()))
-        return Following(order, tuple(self._arrays["tokens"][start:end].tolist()), tuple(logprobs.tolist()), rest)
+    def entry(self, order: int, number: int) -> Following:
+        """What may follow a context that :meth:`find` found."""
+        start, end = self._starts[number], self._starts[number + 1]
+        logprobs = [steps * -_STEP for steps in self._arrays["logprobs"][start:end].tolist()]
+        rest = max(0.0, 1.0 - sum(map(math.exp, logprobs)))
+        return Following(order, tuple(self._arrays["tokens"][start:end].tolist()), tuple(logprobs), rest)
 
     def save(self, file: str | Path | BinaryIO) -> None:
         """Write the table: an .npz of plain arrays.

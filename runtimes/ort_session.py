@@ -1,16 +1,18 @@
 """ONNX Runtime behind the `Session` protocol. Knows the graph contract and the cache's memory; nothing of text or drafting.
 
 The cache is one NumPy array. Each layer's tensor is a slice of it, bound as input and as output, so the graph writes new rows in
-place, nothing is copied between calls, and a commit is one NumPy assignment.
+place, nothing is copied between calls, and a commit is one NumPy assignment. A call's other inputs and its outputs are small arrays
+that stay bound too: a call fills in the inputs, runs, and hands out views of the outputs.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,17 @@ from specstream.runtimes.tree import FloatArray
 Sizes = dict[str, dict[int, int]]  # of a graph's value, by name and axis
 
 FIRST_ALLOCATION = 512  # rows of cache at the start when no capacity is asked for; it doubles from there
+_KEPT_ROWS: Final = 32  # calls of more rows (prompts) are bound anew each time
+
+
+@dataclass(frozen=True, eq=False)
+class _Bound:
+    """Calls of one shape: their binding, and the arrays that it reads and writes."""
+
+    binding: ort.IOBinding
+    inputs: Mapping[str, npt.NDArray[Any]]
+    outputs: Mapping[str, npt.NDArray[Any]]
+    result: StepOutput
 
 
 class OrtSession:
@@ -72,7 +85,6 @@ class OrtSession:
         self._layers = model.num_layers
         self._hidden = model.hidden_size
         self._cache_shape = (model.num_kv_heads, model.head_dim)
-        self._draft_binding: ort.IOBinding | None = None
         self._session = _load_graph(bundle, bundle.manifest.graph, self.threads)
         self._draft_session: ort.InferenceSession | None = None
         self._first_draft_layer = model.num_layers - (streams.stream_layers if streams else 0)
@@ -84,7 +96,10 @@ class OrtSession:
         self._check_contract(bundle)
         self.pad_single = False
         self._committed: int | None = None  # row of the last call that was committed last
+        self._last_call: _Bound | None = None
         self._last_rows = 0  # rows of the last call that a commit may name
+        self._draft_pass: tuple[ort.IOBinding, Mapping[str, npt.NDArray[Any]], DraftOutput] | None = None
+        self._logits: FloatArray = np.empty((0, self.vocab_size), dtype=np.float32)
         self._allocate(capacity or min(FIRST_ALLOCATION, model.context_length))
 
     @property
@@ -107,80 +122,49 @@ class OrtSession:
     def _run(self, rows: Rows, logits: bool) -> StepOutput:
         num_rows, num_streamed = len(rows.input_ids), len(rows.stream_rows)
         self._reserve(self.length + num_rows + num_streamed * self.num_streams)
-        num_scored = len(rows.logit_rows)
-        binding = self._binding(logits, num_streamed > 0)
-        inputs: dict[str, npt.NDArray[Any]] = {
-            contract.INPUT_IDS: rows.input_ids[None],
-            contract.POSITION_IDS: rows.position_ids[None],
-            contract.TREE_MASK: rows.tree_mask,
-            contract.PAST_LENGTH: np.array([self.length], dtype=np.int32),
-            contract.LOGIT_ROWS: rows.logit_rows,
-        }
-        if self.num_streams and not self.delayed:
-            inputs[contract.STREAM_ROWS] = rows.stream_rows
-        for name, array in inputs.items():
-            binding.bind_ortvalue_input(name, _view(np.ascontiguousarray(array)))
-        # Outputs that are not bound are not fetched: nobody pays for logits that greedy decoding does not read.
-        next_ids = np.empty(num_scored, dtype=np.int64)
-        outputs: dict[str, npt.NDArray[Any]] = {contract.NEXT_IDS: next_ids}
-        if self.delayed:
-            self._entry: FloatArray = np.empty((num_rows, self._hidden), dtype=np.float32)
-            outputs[contract.ENTRY_STATES] = self._entry
-        if logits:
-            outputs[contract.LOGITS] = np.empty((num_scored, self.vocab_size), dtype=np.float32)
+        call = self._bound(num_rows, len(rows.logit_rows), num_streamed, logits)
+        inputs = call.inputs
+        inputs[contract.INPUT_IDS][0] = rows.input_ids
+        inputs[contract.POSITION_IDS][0] = rows.position_ids
+        inputs[contract.TREE_MASK][...] = rows.tree_mask
+        inputs[contract.PAST_LENGTH][0] = self.length
+        inputs[contract.LOGIT_ROWS][...] = rows.logit_rows
         if num_streamed:
-            shape = (num_streamed, self.num_streams, self.top_k)
-            outputs[contract.STREAM_IDS] = np.empty(shape, dtype=np.int64)
-            outputs[contract.STREAM_LOGPROBS] = np.empty(shape, dtype=np.float32)
-        for name, array in outputs.items():
-            binding.bind_ortvalue_output(name, _view(array))
-        self._session.run_with_iobinding(binding)
-        self._last_rows, self._committed = num_rows, None
-        return StepOutput(
-            next_ids=next_ids,
-            logits=outputs.get(contract.LOGITS),
-            stream_ids=outputs.get(contract.STREAM_IDS),
-            stream_logprobs=outputs.get(contract.STREAM_LOGPROBS),
-        )
+            inputs[contract.STREAM_ROWS][...] = rows.stream_rows
+        self._session.run_with_iobinding(call.binding)
+        self._last_call, self._last_rows, self._committed = call, num_rows, None
+        return call.result
 
     def draft(self, token: int) -> DraftOutput:
         """See :meth:`Session.draft`."""
         if self._draft_session is None:
             raise ValueError("this bundle's streams have no pass of their own")
-        row = self._committed
-        if row is None:
+        row, last = self._committed, self._last_call
+        if row is None or last is None:
             raise ValueError("draft without a row committed by the last call")
         self._reserve(self.length + self.num_streams)
-        if self._draft_binding is None:
-            self._draft_binding = self._draft_session.io_binding()
-            self._bind_cache(self._draft_binding, range(self._first_draft_layer, self._layers))
-        binding = self._draft_binding
-        shape = (1, self.num_streams, self.top_k)
-        ids, logprobs = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
-        pairs = np.empty((*shape, self.top_k), dtype=np.float32) if self._has_pairs else None
-        for name, given in (
-            (contract.ENTRY_STATE, self._entry[row : row + 1]),
-            (contract.ROOT_ID, np.array([token], dtype=np.int64)),
-            (contract.PAST_LENGTH, np.array([self.length], dtype=np.int32)),
-        ):
-            binding.bind_ortvalue_input(name, _view(given))
-        for name, result in ((contract.STREAM_IDS, ids), (contract.STREAM_LOGPROBS, logprobs), (contract.STREAM_PAIRS, pairs)):
-            if result is not None:
-                binding.bind_ortvalue_output(name, _view(result))
+        if self._draft_pass is None:
+            self._draft_pass = self._bind_draft(self._draft_session)
+        binding, inputs, result = self._draft_pass
+        inputs[contract.ENTRY_STATE][0] = last.outputs[contract.ENTRY_STATES][row]
+        inputs[contract.ROOT_ID][0] = token
+        inputs[contract.PAST_LENGTH][0] = self.length
         self._draft_session.run_with_iobinding(binding)
-        return DraftOutput(ids[0], logprobs[0], None if pairs is None else pairs[0])
+        return result
 
     def commit(self, rows: Sequence[int]) -> None:
         """See :meth:`Session.commit`. Rows that lie where they belong (plain decoding, the primary chain) are not touched."""
-        kept = np.asarray(rows, dtype=np.int64)
-        if len(kept) and (kept[0] < 0 or kept[-1] >= self._last_rows or (np.diff(kept) <= 0).any()):
-            raise ValueError(f"commit of rows {kept.tolist()} after a call of {self._last_rows}: ascending row numbers expected")
-        self._last_rows, self._committed = 0, int(kept[-1]) if len(kept) else None
-        moved = np.flatnonzero(kept != np.arange(len(kept)))
-        if len(moved):
-            first, past = int(moved[0]), self.length
-            self.cache[:, :, :, :, past + first : past + len(kept)] = self.cache[:, :, :, :, past + kept[first:]]
-        self.length += len(kept)
+        before, moved = -1, 0
+        for place, row in enumerate(rows):
+            if not before < row < self._last_rows:
+                raise ValueError(f"commit of rows {list(rows)} after a call of {self._last_rows}: ascending row numbers expected")
+            before = row
+            moved += row == place  # ascending rows stay where they are up to some place, and all behind it move
+        count = len(rows)
+        self._last_rows, self._committed = 0, int(before) if count else None
+        for place in range(moved, count):  # each from behind where it goes, so none is overwritten before it has moved
+            self.cache[..., self.length + place, :] = self.cache[..., self.length + rows[place], :]
+        self.length += count
 
     def rewind(self, length: int) -> None:
         """See :meth:`Session.rewind`."""
@@ -204,16 +188,74 @@ class OrtSession:
         heads, head_dim = self._cache_shape
         # Zeros, not empty: rows that no mask lets through still meet a product with 0 in some kernels, and 0 · NaN is NaN.
         self.cache: FloatArray = np.zeros((self._layers, 2, 1, heads, rows, head_dim), dtype=np.float32)
-        self._bindings: dict[tuple[bool, bool], ort.IOBinding] = {}
-        self._draft_binding = None
+        self._calls: dict[tuple[int, int, int, bool], _Bound] = {}
+        self._draft_pass = None
 
-    def _binding(self, logits: bool, streams: bool) -> ort.IOBinding:
-        """The binding that returns these outputs; each kind has its own, since a bound output cannot be unbound alone."""
-        binding = self._bindings.get((logits, streams))
-        if binding is None:
-            binding = self._bindings[logits, streams] = self._session.io_binding()
-            self._bind_cache(binding, range(self._layers))
-        return binding
+    def _bound(self, rows: int, scored: int, streamed: int, logits: bool) -> _Bound:
+        """What calls of this shape are made with; kept for trees, whose shapes come again and again."""
+        shape = rows, scored, streamed, logits
+        call = self._calls.get(shape)
+        if call is None:
+            call = self._bind(*shape)
+            if rows <= _KEPT_ROWS:
+                self._calls[shape] = call
+        return call
+
+    def _bind(self, rows: int, scored: int, streamed: int, logits: bool) -> _Bound:
+        inputs: dict[str, npt.NDArray[Any]] = {
+            contract.INPUT_IDS: np.empty((1, rows), dtype=np.int64),
+            contract.POSITION_IDS: np.empty((1, rows), dtype=np.int64),
+            contract.TREE_MASK: np.empty((rows, rows), dtype=np.bool_),
+            contract.PAST_LENGTH: np.empty(1, dtype=np.int32),
+            contract.LOGIT_ROWS: np.empty(scored, dtype=np.int64),
+        }
+        if self.num_streams and not self.delayed:
+            inputs[contract.STREAM_ROWS] = np.empty(streamed, dtype=np.int64)
+        # Outputs that are not bound are not fetched: nobody pays for logits that greedy decoding does not read.
+        next_ids = np.empty(scored, dtype=np.int64)
+        outputs: dict[str, npt.NDArray[Any]] = {contract.NEXT_IDS: next_ids}
+        if self.delayed:
+            outputs[contract.ENTRY_STATES] = np.empty((rows, self._hidden), dtype=np.float32)
+        if logits:
+            outputs[contract.LOGITS] = self._room_for_logits(scored)
+        if streamed:
+            shape = (streamed, self.num_streams, self.top_k)
+            outputs[contract.STREAM_IDS] = np.empty(shape, dtype=np.int64)
+            outputs[contract.STREAM_LOGPROBS] = np.empty(shape, dtype=np.float32)
+        binding = self._session.io_binding()
+        self._bind_cache(binding, range(self._layers))
+        _bind_arrays(binding, inputs, outputs)
+        result = StepOutput(
+            next_ids=next_ids,
+            logits=outputs.get(contract.LOGITS),
+            stream_ids=outputs.get(contract.STREAM_IDS),
+            stream_logprobs=outputs.get(contract.STREAM_LOGPROBS),
+        )
+        return _Bound(binding, inputs, outputs, result)
+
+    def _room_for_logits(self, scored: int) -> FloatArray:
+        """float32 [scored, V]: rows of one array for calls of all shapes, since they are large."""
+        if len(self._logits) < scored:
+            self._logits = np.empty((scored, self.vocab_size), dtype=np.float32)
+            self._calls = {shape: call for shape, call in self._calls.items() if call.result.logits is None}
+        return self._logits[:scored]
+
+    def _bind_draft(self, session: ort.InferenceSession) -> tuple[ort.IOBinding, Mapping[str, npt.NDArray[Any]], DraftOutput]:
+        """The streams' own pass: its binding, inputs and outputs."""
+        shape = (1, self.num_streams, self.top_k)
+        inputs: dict[str, npt.NDArray[Any]] = {
+            contract.ENTRY_STATE: np.empty((1, self._hidden), dtype=np.float32),
+            contract.ROOT_ID: np.empty(1, dtype=np.int64),
+            contract.PAST_LENGTH: np.empty(1, dtype=np.int32),
+        }
+        ids, logprobs = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
+        outputs: dict[str, npt.NDArray[Any]] = {contract.STREAM_IDS: ids, contract.STREAM_LOGPROBS: logprobs}
+        if self._has_pairs:
+            outputs[contract.STREAM_PAIRS] = np.empty((*shape, self.top_k), dtype=np.float32)
+        binding = session.io_binding()
+        self._bind_cache(binding, range(self._first_draft_layer, self._layers))
+        _bind_arrays(binding, inputs, outputs)
+        return binding, inputs, DraftOutput(ids[0], logprobs[0], outputs[contract.STREAM_PAIRS][0] if self._has_pairs else None)
 
     def _bind_cache(self, binding: ort.IOBinding, layers: range) -> None:
         """Past and present of each layer: the same slice of the cache."""
@@ -286,6 +328,14 @@ def usable_cores() -> int:
     """Cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _bind_arrays(binding: ort.IOBinding, inputs: Mapping[str, npt.NDArray[Any]], outputs: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Their own memory, so that what is written there later is what the graph reads."""
+    for name, array in inputs.items():
+        binding.bind_ortvalue_input(name, _view(array))
+    for name, array in outputs.items():
+        binding.bind_ortvalue_output(name, _view(array))
 
 
 def _view(array: npt.NDArray[Any]) -> ort.OrtValue:

@@ -113,7 +113,7 @@ def replay(recording: Recording, drafter: Drafter, budget: int | BudgetControlle
         emitted.append(count)
         rows.append(len(tree))
         budgets.append(most)
-        expected.append(float(path_probabilities(tree).sum()))
+        expected.append(sum(path_probabilities(tree)))
         controller.record(len(tree), count, expected[-1])
         if policy is None:
             carrying = count - 1

@@ -16,7 +16,7 @@ from specstream.runtimes.tree import BoolArray, FloatArray, IntArray, TokenTree
 PROMPT_CHUNK = 256  # rows of a prompt in one call where the backend takes any: bounds activations, costs nothing in speed
 NEAR_TIE = 1e-3  # the two best logits closer than this: fp32 rounding decides between them
 
-_NO_ROWS = np.zeros(0, dtype=np.int64)
+NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,15 +147,15 @@ def prompt_rows(tokens: Sequence[int], past: int, streams: bool = False) -> Rows
         position_ids=np.arange(past, past + len(tokens), dtype=np.int64),
         tree_mask=np.tri(len(tokens), dtype=np.bool_),
         logit_rows=last,
-        stream_rows=last if streams else _NO_ROWS,
+        stream_rows=last if streams else NO_ROWS,
     )
 
 
-def tree_rows(tree: TokenTree, past: int, stream_rows: IntArray = _NO_ROWS) -> Rows:
+def tree_rows(tree: TokenTree, past: int, stream_rows: IntArray = NO_ROWS) -> Rows:
     """Rows of a tree whose root is the token at position ``past``; all are scored."""
     return Rows(
         input_ids=tree.tokens,
-        position_ids=tree.depth + past,
+        position_ids=np.array(tree.positions(past), dtype=np.int64),
         tree_mask=tree.mask(),
         logit_rows=np.arange(len(tree), dtype=np.int64),
         stream_rows=stream_rows,

@@ -15,10 +15,12 @@ from specstream.models.errors import UserError
 from specstream.runtimes.adaptive import BudgetController, FixedBudget
 from specstream.runtimes.drafters import DraftContext, Drafter, Streams
 from specstream.runtimes.sampling import NO_HISTORY, History, Sampling, pick
-from specstream.runtimes.session import Session, StepOutput, prefill, tree_rows
-from specstream.runtimes.tree import StreamPolicy, TokenTree, every_row, likeliest_last, root_only
+from specstream.runtimes.session import NO_ROWS, Session, StepOutput, prefill, tree_rows
+from specstream.runtimes.tree import StreamPolicy, TokenTree, every_row, likeliest_last, path_probabilities, root_only
 
 FinishReason = Literal["stop", "length"]
+
+_ROW_DTYPES = (np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32))  # of a tree's tokens, parents and logprob
 
 
 @dataclass(frozen=True)
@@ -186,12 +188,13 @@ def _blocks(
     while reason is None:
         past, left, room = session.length, end - len(tokens), session.capacity - session.length
         context = DraftContext(tokens, streams, min(budget, room, session.max_tree_rows), left - 1, controller.least())
-        tree, dropped = root_only(context.root), 0
         if context.budget > 1:
             tree, dropped = sanitise(drafter.propose(context), context, session.vocab_size)
             tree = controller.trim(tree)
+        else:
+            tree, dropped = root_only(context.root), 0
         # The last call needs no streams; near the capacity only as many rows carry them as fit.
-        stream_rows = every_row(tree)[:0]
+        stream_rows = NO_ROWS
         if draft_streams and budget > 1 and left > 1 and not session.delayed:
             fits = (room - len(tree)) // session.num_streams
             stream_rows = (policy(tree) if len(tree) > 1 else every_row(tree))[:fits]
@@ -208,13 +211,14 @@ def _blocks(
         kept = accepted[: len(emitted)]
         session.commit(kept)
         tokens += emitted
-        controller.record(len(tree), len(emitted), float(np.exp(tree.logprob.astype(np.float64)).sum()))
+        controller.record(len(tree), len(emitted), sum(path_probabilities(tree)))
         budget = controller.budget()
-        carrying = {int(row): i for i, row in enumerate(stream_rows)}
-        deepest = next((level for level in reversed(range(len(kept))) if kept[level] in carrying), None)
-        if deepest is not None and output.stream_ids is not None and output.stream_logprobs is not None:
-            i = carrying[kept[deepest]]
-            streams = Streams(output.stream_ids[i].copy(), output.stream_logprobs[i].copy(), past + deepest)
+        if output.stream_ids is not None and output.stream_logprobs is not None:
+            carrying = {row: i for i, row in enumerate(stream_rows.tolist())}
+            deepest = next((level for level in reversed(range(len(kept))) if kept[level] in carrying), None)
+            if deepest is not None:
+                i = carrying[kept[deepest]]
+                streams = Streams(output.stream_ids[i].copy(), output.stream_logprobs[i].copy(), past + deepest)
         reason = _finish_reason(tokens, end, stop_ids, session)
         carried = len(stream_rows)
         if draft_streams and session.delayed:
@@ -242,19 +246,20 @@ def sanitise(tree: TokenTree, context: DraftContext, vocab_size: int) -> tuple[T
     the last token.
     """
     proposed = len(tree)
-    empty = root_only(context.root)
-    tokens, parents, logprob = (np.asarray(a) for a in (tree.tokens, tree.parents, tree.logprob))
+    tokens, parents, logprob = np.asarray(tree.tokens), np.asarray(tree.parents), np.asarray(tree.logprob)
     whole = tokens.ndim == 1 and tokens.shape == parents.shape == logprob.shape and proposed > 0
     if not (
         whole and tokens.dtype.kind in "iu" and parents.dtype.kind in "iu" and logprob.dtype.kind in "iuf" and tokens[0] == context.root
     ):
-        return empty, proposed
+        return root_only(context.root), proposed
+    rows = tokens.tolist(), parents.tolist(), logprob.tolist()
     kept_tokens, kept_parents, kept_logprob, depths = [context.root], [-1], [0.0], [0]
     new_row = {0: 0}
     seen: set[tuple[int, int]] = set()
-    for row, (token, parent, path) in enumerate(zip(tokens.tolist(), parents.tolist(), logprob.tolist(), strict=True)):
+    budget, max_depth = context.budget, context.max_depth
+    for row, (token, parent, path) in enumerate(zip(*rows, strict=True)):
         above = new_row.get(parent)
-        if row == 0 or above is None or len(kept_tokens) >= context.budget or depths[above] >= context.max_depth:
+        if row == 0 or above is None or len(kept_tokens) >= budget or depths[above] >= max_depth:
             continue
         if not 0 <= token < vocab_size or (above, token) in seen:
             continue
@@ -265,6 +270,9 @@ def sanitise(tree: TokenTree, context: DraftContext, vocab_size: int) -> tuple[T
         # Probabilities only steer which rows carry streams; a path is no likelier than its parent, whatever a drafter says.
         kept_logprob.append(min(path, kept_logprob[above]) if path == path else kept_logprob[above])
         depths.append(depths[above] + 1)
+    # Usually there is nothing to mend.
+    if (kept_tokens, kept_parents, kept_logprob) == rows and (tokens.dtype, parents.dtype, logprob.dtype) == _ROW_DTYPES:
+        return tree, 0
     clean = TokenTree(
         np.array(kept_tokens, dtype=np.int64), np.array(kept_parents, dtype=np.int32), np.array(kept_logprob, dtype=np.float32)
     )

@@ -115,11 +115,14 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special and stop tokens left out."""
-        return str(self.tokenizer.decode([t for t in token_ids if t not in self._skipped], skip_special_tokens=True))
+        return self._text([t for t in token_ids if t not in self._skipped])
 
     def stream(self) -> TextStream:
         """A decoder for one text that arrives in pieces."""
         return TextStream(self)
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -136,13 +139,15 @@ class TextStream:
 
     A tokenizer's decoder looks at more than one token: the bytes of a character may be spread over several, and some decoders
     treat the first token of a text differently (a leading space). So a piece is the difference between the decoded text of a short
-    window with and without the new tokens, and is held back while its end may still change.
+    window with and without the new tokens, and is held back while its end may still change. The window begins anew after some tokens,
+    so that a piece's time does not grow with the text.
     """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._ids: list[int] = []  # from the start of the window: the tokens of the last piece, then those held back
+        self._ids: list[int] = []  # from the start of the window: tokens of earlier pieces, then those held back
         self._emitted = 0  # tokens of the window whose text is out
+        self._text = ""  # theirs
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that these tokens complete; empty while a character is incomplete."""
@@ -159,14 +164,20 @@ class TextStream:
         # Byte tokens (<0x..>) are decoded a run at a time and one bad byte spoils the run, so a run is held until it ends.
         if not final and self._codec._has_byte_tokens and _BYTE_TOKEN.fullmatch(self._codec.tokenizer.id_to_token(self._ids[-1]) or ""):
             return ""
-        before, after = self._codec.decode(self._ids[: self._emitted]), self._codec.decode(self._ids)
+        before, after = self._text, self._codec._text(self._ids)
         if not final and after.endswith("\ufffd"):
             return ""
         if len(after) > len(before):  # else these tokens have no text: keep a window that has some
-            self._ids, self._emitted = self._ids[self._emitted :], len(self._ids) - self._emitted
+            if len(self._ids) > _WINDOW:
+                self._ids = self._ids[self._emitted :]
+                self._text = self._codec._text(self._ids)
+            else:
+                self._text = after
+            self._emitted = len(self._ids)
         return after[len(before) :]
 
 
+_WINDOW = 16  # tokens, about
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 

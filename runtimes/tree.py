@@ -1,4 +1,8 @@
-"""Token trees: what a drafter proposes and one call verifies. Token ids and probabilities; nothing of sessions, caches or text."""
+"""Token trees: what a drafter proposes and one call verifies. Token ids and probabilities; nothing of sessions, caches or text.
+
+A tree has few rows, and each call makes and reads one: where time counts, plain Python on lists beats NumPy, whose every function costs
+some microseconds however short the array is.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -37,20 +40,29 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @cached_property
+    @property
     def depth(self) -> IntArray:
         """int64 [M]: distance from the root."""
-        depth = [0] * len(self)
-        for row, parent in enumerate(self.parents.tolist()[1:], 1):
-            depth[row] = depth[parent] + 1
-        return np.array(depth, dtype=np.int64)
+        return np.array(self.positions(0), dtype=np.int64)
+
+    def positions(self, root: int) -> list[int]:
+        """Of each row's token in the text, when the root's is ``root``."""
+        positions = [root] * len(self)
+        for row, parent in enumerate(self.parents.tolist()):
+            if row:
+                positions[row] = positions[parent] + 1
+        return positions
 
     def mask(self) -> BoolArray:
         """bool [M, M]: row i may see row j, that is its ancestors and itself; lower-triangular."""
-        mask = np.eye(len(self), dtype=np.bool_)
-        for row, parent in enumerate(self.parents.tolist()[1:], 1):
-            mask[row, : parent + 1] |= mask[parent, : parent + 1]
-        return mask
+        count = len(self)
+        seen = bytearray(count * count)
+        for row, parent in enumerate(self.parents.tolist()):
+            begin = row * count
+            if row:  # what the parent sees
+                seen[begin : begin + parent + 1] = seen[parent * count : parent * count + parent + 1]
+            seen[begin + row] = True
+        return np.frombuffer(seen, dtype=np.bool_).reshape(count, count)
 
     def children(self, row: int) -> list[int]:
         """Rows whose parent is ``row``, in row order."""
@@ -66,7 +78,7 @@ class TokenTree:
 
 def root_only(root_token: int) -> TokenTree:
     """The empty draft: plain decoding."""
-    return chain(root_token, ())
+    return TokenTree(np.array([root_token], dtype=np.int64), np.array([-1], dtype=np.int32), np.zeros(1, dtype=np.float32))
 
 
 def chain(root_token: int, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> TokenTree:
@@ -87,7 +99,7 @@ def best_first(
     max_depth: int | None = None,
     pairs: npt.ArrayLike | None = None,
     root_candidate: int | None = None,
-    least: float = 0.0,
+    least: Sequence[float] = (),
 ) -> TokenTree:
     """The ``budget`` likeliest nodes, when depth j draws from the candidates of stream j.
 
@@ -104,9 +116,10 @@ def best_first(
         pairs: float [γ, k, k]: entry [j - 1, a, b] scores candidate b at depth j below candidate a at depth j - 1.
         root_candidate: which candidate of the stream before the first one the root is, for ``pairs[0]``; left out, depth 1 does
             not depend on the root.
-        least: probability of a path below which there are no nodes.
+        least: entry n is the probability of a path below which there is no node number n, the root being number 0; the tree ends
+            there.
     """
-    lowest = math.log(least) if least > 0 else -math.inf
+    lowest = [math.log(p) if p > 0 else -math.inf for p in least] if least else [-math.inf] * budget
     ids: list[list[int]] = np.asarray(stream_ids).tolist()
     logprobs = np.asarray(stream_logprobs, dtype=np.float32)
     free: list[list[float]] = logprobs.tolist()
@@ -135,7 +148,7 @@ def best_first(
                 heapq.heappush(heap, (-(paths[parent] + scores[order[rank]]), len(tokens) * 2 + (rank > 0), parent, rank))
 
     push(0, 0)
-    while heap and len(tokens) < budget and -heap[0][0] >= lowest:
+    while heap and len(tokens) < budget and -heap[0][0] >= lowest[len(tokens)]:
         negative, _, parent, rank = heapq.heappop(heap)
         row, depth = len(tokens), depths[parent]
         candidate = children(parent)[1][rank]
@@ -242,29 +255,32 @@ def grown_tree(tokens: list[int], parents: list[int], paths: list[float]) -> Tok
         order.append(likeliest[order[-1]])
     primary = set(order)
     order += [row for row in range(1, len(tokens)) if row not in primary]
-    new = {row: i for i, row in enumerate(order)}
+    return _rows_of(order, tokens, parents, paths)
+
+
+def _rows_of(kept: Sequence[int], tokens: list[int], parents: list[int], paths: list[float]) -> TokenTree:
+    """The tree of some rows, the root first and parents before children, in this order."""
+    new = {row: i for i, row in enumerate(kept)}
     return TokenTree(
-        tokens=np.array([tokens[row] for row in order], dtype=np.int64),
-        parents=np.array([-1 if row == 0 else new[parents[row]] for row in order], dtype=np.int32),
-        logprob=np.array([paths[row] for row in order], dtype=np.float32),
+        tokens=np.array([tokens[row] for row in kept], dtype=np.int64),
+        parents=np.array([new[parents[row]] if row else -1 for row in kept], dtype=np.int32),
+        logprob=np.array([paths[row] for row in kept], dtype=np.float32),
     )
 
 
-def path_probabilities(tree: TokenTree) -> npt.NDArray[np.float64]:
-    """float64 [M]: how likely each row is to be on the right path, by the tree's own account; the root is certain.
+def path_probabilities(tree: TokenTree) -> list[float]:
+    """How likely each row is to be on the right path, by the tree's own account; the root is certain.
 
     Their sum is the number of tokens that a call with this tree emits on average: the correction, and each row that is accepted.
     """
-    probabilities: npt.NDArray[np.float64] = np.exp(tree.logprob.astype(np.float64))
-    return probabilities
+    return [math.exp(path) for path in tree.logprob.tolist()]
 
 
 def likeliest_rows(tree: TokenTree, count: int) -> TokenTree:
     """The tree of the ``count`` likeliest rows, in the order that they had; all ancestors of a row are as likely as it is."""
-    kept = np.sort(np.argsort(-tree.logprob, kind="stable")[:count])
-    new = np.full(len(tree) + 1, -1, dtype=np.int32)  # the last entry is where the root's parent, -1, points
-    new[kept] = np.arange(len(kept), dtype=np.int32)
-    return TokenTree(tree.tokens[kept], new[tree.parents[kept]], tree.logprob[kept])
+    paths: list[float] = tree.logprob.tolist()
+    likeliest = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # equal ones in row order, so after their ancestors
+    return _rows_of(sorted(likeliest[:count]), tree.tokens.tolist(), tree.parents.tolist(), paths)
 
 
 # Which rows of a tree carry streams in the call that verifies it: int64 [S], ascending.

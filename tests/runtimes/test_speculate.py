@@ -138,8 +138,8 @@ class Restless:
     def budget(self) -> int:
         return self.random.choice([1, 1, self.most])
 
-    def least(self) -> float:
-        return self.random.choice([0.0, 0.1, 0.5])
+    def least(self) -> list[float]:
+        return [self.random.choice([0.0, 0.1, 0.5])] * self.most
 
     def trim(self, tree: TokenTree) -> TokenTree:
         return tree if self.random.random() < 0.5 else likeliest_rows(tree, self.random.randint(1, len(tree)))
