@@ -9,6 +9,7 @@ import gc
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from specstream.runtimes.manifest import (
 )
 from specstream.runtimes.ngrams import NGRAM_FILE, NgramTable
 from specstream.runtimes.text import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from specstream.toolchain.zoo import ADAPTER_FILES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -175,6 +177,10 @@ def export_bundle(
             ngrams = NgramTable.load(adapter / NGRAM_FILE, sizes.vocab_size)
             ngrams.save(writer.path(NGRAM_FILE))
         writer.path("LICENSE").write_text(_license_note(source.name, license_), encoding="utf-8")
+        if adapter is not None:
+            for name, file in ADAPTER_FILES.items():
+                if (adapter / name).is_file():
+                    shutil.copyfile(adapter / name, writer.path(file))
         total = sum(file.stat().st_size for file in writer.folder.rglob("*") if file.is_file())
         cost = ExportCost(time.monotonic() - begun, peak_rss_bytes(), written.weight_bytes, total)
         parity = written.parity

@@ -29,6 +29,7 @@ ABOUT: Final = {
     "ngrams.npz": "what follows what in the task's outputs, another source of drafts",
     "LICENSE": "of the weights",
     "ADAPTER.md": "the adapter's card: its data and their licences",
+    "ADAPTER_LICENSE": "of the adapter, where it has one of its own",
 }
 
 PADDED: Final = (
@@ -283,6 +284,6 @@ def _checking(golden: Golden, ios: bool) -> str:
 
 def _licences() -> str:
     return "## Licences\n\n" + _text(
-        "The weights are under the licence in `LICENSE`. The data of an adapter may have a licence of their own: see `ADAPTER.md`, where",
-        "there is one. No part of ONNX Runtime is in this package.",
+        "The weights are under the licence in `LICENSE`. An adapter and its data may have a licence of their own: see `ADAPTER_LICENSE` and",
+        "`ADAPTER.md`, where there are any. No part of ONNX Runtime is in this package.",
     )

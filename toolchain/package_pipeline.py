@@ -38,13 +38,13 @@ from specstream.toolchain import golden_replay, replay_script
 from specstream.toolchain.archive import pack
 from specstream.toolchain.extras import require
 from specstream.toolchain.package_page import PAGE_FILE, page
-from specstream.toolchain.zoo import adapter_with
+from specstream.toolchain.zoo import ADAPTER_FILES, adapter_with
 
 TARGETS: Final[tuple[Target, ...]] = get_args(Target)
 DEFAULT_CAPACITY: Final = 1024  # rows of cache
 REPLAY_FILE: Final = "replay.py"
 OPERATORS_FILE: Final = "required_operators.config"
-ADAPTER_CARD: Final = "ADAPTER.md"
+ADAPTER_CARD: Final = ADAPTER_FILES["README.md"]
 SAMPLED: Final = Sampling(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=1)  # what sampled traces are made with
 NEW_TOKENS: Final = 32  # of each trace
 EVALUATED: Final = (2, 12)  # prompts and tokens where the reference evaluator stands in for Core ML: seconds a call
@@ -322,10 +322,10 @@ def _linked_weights(bundle: Bundle, graph: str) -> list[str]:
 
 
 def _write_licences(bundle: Bundle, writer: BundleWriter) -> None:
-    """The base model's licence is a file of the bundle; an adapter of ours has its data's licence on its card."""
+    """Licences of the base and of the adapter are files of the bundle; bundles of earlier versions lack the card of an adapter of ours."""
     streams = bundle.manifest.streams
     folder = adapter_with(streams.adapter_sha256) if streams is not None else None
-    if folder is not None:
+    if folder is not None and not bundle.has(ADAPTER_CARD):
         shutil.copyfile(folder / "README.md", writer.path(ADAPTER_CARD))
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import specstream.models
 from specstream.models.errors import UserError
 from specstream.models.fetch import sha256_of
+
+# What a bundle says of the licence of its adapter and of the adapter's data: file of the adapter -> its name in the bundle.
+ADAPTER_FILES: Final = {"README.md": "ADAPTER.md", "LICENSE": "ADAPTER_LICENSE"}
 
 
 def zoo_folder() -> Path:

@@ -64,6 +64,8 @@ def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.nn.init.normal_(parameter, std=0.3)
     model.draft_vocab.copy_(torch.arange(0, 80, 2))
     save_adapter(folder, config, stream_tensors(model))
+    (folder / "README.md").write_text("data: for research only")
+    (folder / "LICENSE").write_text("CC BY-NC-SA 4.0")
     return folder
 
 
@@ -112,6 +114,8 @@ def made(base_folder: Path, adapter_folder: Path, tmp_path_factory: pytest.TempP
 def test_bundle_and_report(made: tuple[Path, dict[str, object], list[str]], base_folder: Path, adapter_folder: Path) -> None:
     out, report, steps = made
     assert sorted(path.name for path in out.iterdir()) == [
+        "ADAPTER.md",
+        "ADAPTER_LICENSE",
         "LICENSE",
         "chat_template.jinja",
         "model.onnx",
@@ -122,6 +126,8 @@ def test_bundle_and_report(made: tuple[Path, dict[str, object], list[str]], base
     ]
     assert [path.name for path in out.parent.iterdir()] == ["bundle"]
     bundle = Bundle.load(out)
+    assert bundle.path("ADAPTER.md").read_text() == "data: for research only"
+    assert bundle.path("ADAPTER_LICENSE").read_text() == "CC BY-NC-SA 4.0"
     manifest = bundle.manifest
     assert manifest.streams is not None
     assert (manifest.streams.num_streams, manifest.streams.top_k, manifest.streams.draft_vocab_size) == (3, 4, 40)
