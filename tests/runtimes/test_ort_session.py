@@ -189,6 +189,29 @@ def test_logits_come_only_when_asked_for(session: OrtSession) -> None:
     assert session.run(prompt_rows([1, 2, 3], 0)).logits is None
 
 
+def test_calls_of_a_shape_are_bound_once_and_do_not_mix(bundle: Bundle) -> None:
+    """What stays bound between calls changes no result: a session that has made all kinds of calls says what a fresh one does."""
+    used = OrtSession(bundle, threads=1)
+    trees = [chain(4, [5, 6]), root_only(7), chain(1, [2, 3, 4, 5]), root_only(9), chain(8, [5, 6])]
+    prefill(used, [1, 2, 3])
+    for tree in trees * 2:
+        for logits, streamed in ((True, False), (False, False), (True, True), (False, True)):
+            fresh = OrtSession(bundle, threads=1)
+            prefill(fresh, [1, 2, 3])
+            rows = tree_rows(tree, 3, every_row(tree)[: int(streamed)])
+            got, expected = used.run(rows, logits), fresh.run(rows, logits)
+            np.testing.assert_array_equal(got.next_ids, expected.next_ids)
+            for name in ("logits", "stream_ids", "stream_logprobs"):
+                assert (getattr(got, name) is None) == (getattr(expected, name) is None)
+                if getattr(got, name) is not None:
+                    np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
+    bound = dict(used._calls)
+    assert used.run(tree_rows(trees[0], 3)).next_ids is used.run(tree_rows(trees[0], 3)).next_ids
+    prefill_rows = prompt_rows(list(range(40)), 3)
+    used.run(prefill_rows)
+    assert used._calls == bound  # prompts have too many lengths to keep
+
+
 @given(seed=st.integers(0, 10**6), policy=st.sampled_from([every_row, only_root, likeliest_last(2)]))
 def test_speculation_is_plain_decoding(session: OrtSession, seed: int, policy: object) -> None:
     """The loop on the real operator: the same text and the same cache for right, wrong and no drafts."""

@@ -285,6 +285,7 @@ def context(root: int = 5, budget: int = 4, max_depth: int = 3) -> DraftContext:
 @given(trees())
 def test_sanitise_leaves_good_trees_alone(tree: TokenTree) -> None:
     clean, dropped = sanitise(tree, context(int(tree.tokens[0]), budget=20, max_depth=20), 40)
+    assert clean is tree
     assert dropped == 0
     assert clean.tokens.tolist() == tree.tokens.tolist()
     assert clean.parents.tolist() == tree.parents.tolist()
