@@ -111,3 +111,11 @@ def test_folders_below_packages_are_packaged() -> None:
 
 def test_no_module_hides_a_library() -> None:
     assert not {path.stem for path in SOURCES} & {"onnx", "torch", "coremltools"}
+
+
+def test_adapters_of_another_licence_stay_out_of_the_wheel() -> None:
+    """What is under Apache-2.0 is distributed without them."""
+    excluded = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["exclude-package-data"]["specstream.models"]
+    licensed = sorted(f"zoo/{file.parent.name}/*" for file in (ROOT / "models" / "zoo").glob("*/LICENSE"))
+    assert licensed == sorted(excluded)
+    assert licensed
