@@ -284,6 +284,6 @@ def _checking(golden: Golden, ios: bool) -> str:
 
 def _licences() -> str:
     return "## Licences\n\n" + _text(
-        "The weights are under the licence in `LICENSE`. An adapter and its data may have a licence of their own: see `ADAPTER_LICENSE` and",
-        "`ADAPTER.md`, where there are any. No part of ONNX Runtime is in this package.",
+        "The weights are under the licence in `LICENSE`. An adapter and its data may have a licence of their own: see `ADAPTER_LICENSE`",
+        "and `ADAPTER.md`, where there are any. No part of ONNX Runtime is in this package.",
     )
