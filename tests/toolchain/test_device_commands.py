@@ -7,16 +7,18 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from specstream.models.errors import UserError
 from specstream.runtimes import Bundle, load
+from specstream.runtimes.coreml_session import ComputeUnits
 from specstream.runtimes.manifest import MANIFEST_NAME
 from specstream.toolchain import verify_command
 from specstream.toolchain.cli import run
 from specstream.toolchain.prompt_rows import read_prompt_rows
+from specstream.toolchain.session_options import COMPUTE_UNITS
 
 from ..runtimes.tiny_bundle import STREAMS, write_bundle
 
@@ -281,3 +283,8 @@ def test_a_bundle_that_cannot_be_written_to(
     monkeypatch.setattr(Path, "write_text", refuse)
     assert run(["verify", str(own_bundle), "--prompts", str(prompts), "--reference", "plain", "--limit", "1"]) == 0
     assert "not recorded" in capfd.readouterr().err
+
+
+def test_compute_units_are_those_of_the_session() -> None:
+    """The command line lists them itself, so that --help does not load the runtime."""
+    assert get_args(ComputeUnits) == COMPUTE_UNITS
