@@ -205,6 +205,35 @@ def wrap_main(base: PreTrainedModel, targets: tuple[str, ...], rank: int, alpha:
     return wrap(base, names, rank, alpha, None)
 
 
+def check_begin_main(rank: int, other: StreamConfig, where: Path) -> None:
+    """Refuse a fine-tune that one of LoRA ``rank`` cannot go on with.
+
+    Raises:
+        UserError: it has another rank or scale, or there is none.
+    """
+    if not other.main_rank:
+        raise UserError(f"{where}: has no fine-tune (main.*) to go on with")
+    if other.main_rank != rank:
+        raise UserError(f"{where}: its fine-tune has rank {other.main_rank}, not {rank}; give --main-rank {other.main_rank}")
+    if other.main_alpha != 2.0 * rank:
+        raise UserError(f"{where}: its fine-tune has LoRA scale {other.main_alpha:g} / {rank}; only {2 * rank} / {rank} can go on")
+
+
+@torch.no_grad()
+def begin_main(wrapped: dict[str, LoraLinear], other: Adapter) -> None:
+    """Start a fine-tune from a trained one (see :func:`check_begin_main`).
+
+    Raises:
+        UserError: that one is of other layers.
+    """
+    had = {name.removeprefix("main.").rpartition(".lora_")[0] for name in other.tensors if name.startswith("main.")}
+    if had != set(wrapped):
+        raise UserError(f"the fine-tune to go on with covers other layers than this one would ({sorted(had ^ set(wrapped))[0]})")
+    for name, layer in wrapped.items():
+        layer.lora_A.copy_(other.tensors[f"main.{name}.lora_A.weight"])
+        layer.lora_B.copy_(other.tensors[f"main.{name}.lora_B.weight"])
+
+
 def main_tensors(wrapped: dict[str, LoraLinear]) -> dict[str, Tensor]:
     """The ``main.*`` tensors of wrapped layers."""
     found = {}

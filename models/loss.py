@@ -27,6 +27,7 @@ class StreamSums:
     """Sums over the anchors of a part of a batch."""
 
     losses: Tensor  # [γ]
+    weighted: Tensor  # [γ], each row's loss times the chance that the streams before it were right; equal to losses if not asked for
     correct: Tensor  # [γ], agreements with the model's own choice
     prune: Tensor  # []
     pair: Tensor  # []
@@ -48,7 +49,14 @@ def teacher_logits(model: StreamModel, main: MainPass, anchors: Tensor) -> Tenso
 
 
 def stream_sums(
-    model: StreamModel, main: MainPass, batch: Batch, first: int, last: int, targets: Targets, token_index: Tensor | None
+    model: StreamModel,
+    main: MainPass,
+    batch: Batch,
+    first: int,
+    last: int,
+    targets: Targets,
+    token_index: Tensor | None,
+    by_chance: bool = False,
 ) -> StreamSums:
     """Losses of the streams beside anchors ``first`` to ``last`` (a segment: it bounds the memory of stream rows).
 
@@ -60,6 +68,8 @@ def stream_sums(
         last: one past its last.
         targets: whose tokens to predict.
         token_index: int64 [V], place of a token in the draft vocabulary or -1; None when all tokens can be drafted.
+        by_chance: whether ``weighted`` differs from ``losses``. A token is accepted after those before it only, so stream j counts as
+            often as streams 1 to j - 1 are right: exp(-Σ_i<j loss_i), in which no gradient flows.
     """
     assert model.config is not None
     gamma = model.config.num_streams
@@ -91,22 +101,28 @@ def stream_sums(
         picked, model, teacher.flatten(0, 1), place, wanted, keep
     )
     zeros = torch.zeros(gamma, dtype=loss.dtype, device=device)
-    sums = zeros.index_add(0, stream, loss)
+    sums = weighted = zeros.index_add(0, stream, loss)
+    if by_chance:
+        known = torch.zeros(real.shape, dtype=loss.dtype, device=device)
+        known[real] = loss.detach()
+        weighted = zeros.index_add(0, stream, loss * torch.exp(known - known.cumsum(-1))[real])
     correct = zeros.index_add(0, stream, (guess == choice.flatten()[place]).to(loss.dtype))
     pair = torch.zeros((), device=device)
     if keep:
         parents = following[example, (column - 1).clamp(min=0)]
-        known = parents if token_index is None else token_index[parents]
+        inside_vocab = parents if token_index is None else token_index[parents]
         # The first stream knows its parent, the correction, from the start.
-        chosen = (stream > 0) & (known >= 0)
-        pair = _pair_loss(model, picked.detach()[chosen], known[chosen], best[chosen], index[chosen], teacher.flatten(0, 1), place[chosen])
+        chosen = (stream > 0) & (inside_vocab >= 0)
+        pair = _pair_loss(
+            model, picked.detach()[chosen], inside_vocab[chosen], best[chosen], index[chosen], teacher.flatten(0, 1), place[chosen]
+        )
     prune = torch.zeros((), device=device)
     if model.config.prune_rank:
         inside = here < batch.counts.unsqueeze(1)  # [B, n]
         entry = main.entry.detach().gather(1, anchors.unsqueeze(2).expand(-1, -1, main.entry.shape[2]))
         early = model.prune_logits(entry[inside]).float()
         prune = nn.functional.cross_entropy(early, teacher[:, : anchors.shape[1]][inside], reduction="sum")
-    return StreamSums(sums, correct, prune, pair)
+    return StreamSums(sums, weighted, correct, prune, pair)
 
 
 class _DraftLoss(torch.autograd.Function):

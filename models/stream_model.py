@@ -247,6 +247,22 @@ class StreamModel(nn.Module):
         """C norm(S): stream states after the last layer [..., H] -> fp32 [..., r]."""
         return nn.functional.linear(self.decoder.norm(states).float(), self.pair_state)
 
+    def pair_scores(self, states: Tensor, index: Tensor) -> Tensor:
+        """Scores of every candidate below every candidate of the stream before it; nothing (zeros) for stream 1, which has none before.
+
+        Args:
+            states: [n, γ, H], after the last layer.
+            index: int64 [n, γ, k], candidates, as places in the draft vocabulary.
+
+        Returns:
+            fp32 [n, γ, k, k].
+        """
+        by_parent, by_child = self.pair_tables()
+        parents = nn.functional.embedding(index[:, :-1], by_parent).float()  # [n, γ - 1, k, r]
+        mix = nn.functional.silu(parents + self.pair_context(states[:, 1:]).unsqueeze(2))
+        scores = mix @ nn.functional.embedding(index[:, 1:], by_child).float().transpose(2, 3)
+        return nn.functional.pad(scores, (0, 0, 0, 0, 1, 0))
+
     def prune_logits(self, entry: Tensor) -> Tensor:
         """Early next-token scores of the pruning adapter (PMLR v262, section 3.3): z = H(norm(M + o_θ M)), [..., H] -> [..., Vd]."""
         low = nn.functional.linear(entry, self.prune_down.to(entry.dtype))
@@ -345,13 +361,26 @@ class StreamModel(nn.Module):
     # Whole sequences, for training
 
     def main_pass(self, input_ids: Tensor) -> MainPass:
-        """Main rows of a batch: int64 [B, T], padded on the right (causal rows never see what comes after them)."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
-        cache = _CausalCache(self.entry_layer if self.config is not None else self.num_layers)
+        """Main rows of a batch: int64 [B, T], padded on the right (causal rows never see what comes after them).
+
+        Tokens that all sequences begin with (a chat template's system prompt, a task's instruction) are run once for the batch.
+        """
+        batch = input_ids.shape[0]
+        first_kept = self.entry_layer if self.config is not None else self.num_layers
+        shared = shared_prefix(input_ids)
+        cache = _CausalCache(first_kept, batch, shared)
         self.gate.rows = None
-        first = self.run_layers(self.embed(input_ids), 0, cache.first_kept, positions, cache)
-        final = self.run_layers(first, cache.first_kept, self.num_layers, positions, cache)
-        return MainPass(first, final, cache.keys, cache.values)
+        firsts, finals = [], []
+        for ids, start in ((input_ids[:1, :shared], 0), (input_ids[:, shared:], shared)):
+            if ids.shape[1]:
+                positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape)
+                first = self.run_layers(self.embed(ids), 0, first_kept, positions, cache)
+                final = self.run_layers(first, first_kept, self.num_layers, positions, cache)
+                firsts.append(first.expand(batch, -1, -1))
+                finals.append(final.expand(batch, -1, -1))
+        if not shared:
+            return MainPass(firsts[0], finals[0], cache.keys, cache.values)
+        return MainPass(torch.cat(firsts, dim=1), torch.cat(finals, dim=1), cache.keys, cache.values)
 
     def stream_pass(self, main: MainPass, anchors: Tensor, corrections: Tensor | None = None) -> Tensor:
         """Streams beside chosen rows of a batch.
@@ -409,28 +438,60 @@ def fused_rows(positions: Tensor, tree_mask: Tensor, stream_rows: Tensor, num_st
     return torch.cat([positions, positions[carriers] + index + 1]), visible
 
 
-class _CausalCache:
-    """Main rows of whole sequences: a triangle, keys and values of the top layers kept for the streams."""
+def shared_prefix(input_ids: Tensor, least: int = 64) -> int:
+    """How many tokens all sequences of a batch [B, T] begin with, T - 1 at most; 0 where running them once saves fewer than ``least``
+    rows."""
+    batch, length = input_ids.shape
+    differs = (input_ids[:, : length - 1] != input_ids[:1, : length - 1]).any(dim=0)
+    places = differs.nonzero()
+    count = int(places[0]) if places.numel() else length - 1
+    return count if count * (batch - 1) >= least else 0
 
-    def __init__(self, first_kept: int) -> None:
-        self.first_kept = first_kept
+
+class _CausalCache:
+    """Main rows of whole sequences: a triangle, keys and values of the top layers kept for the streams.
+
+    With ``shared`` rows, each layer first sees those, of one sequence, then the rest of all ``batch`` sequences.
+    """
+
+    def __init__(self, first_kept: int, batch: int, shared: int) -> None:
+        self.first_kept, self.batch, self.shared = first_kept, batch, shared
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int | None, int, int], Tensor] = {}
 
     def set_rows(self, positions: Tensor, visible: Tensor) -> None:
         raise AssertionError("whole sequences have one fixed mask")
 
+    def _mask(self, window: int | None, rows: int, length: int, device: torch.device) -> Tensor:
+        """Bool [rows, length]: the last rows of a triangle, within the window."""
+        kind = window, rows, length
+        if kind not in self._masks:
+            full = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            self._masks[kind] = (full if window is None else full & ~full.tril(-window))[length - rows :]
+        return self._masks[kind]
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        if layer >= self.first_kept:
+        rows = query.shape[2]
+        is_shared = self.shared > 0 and layer not in self._before
+        if is_shared:
+            self._before[layer] = key, value
+        elif self.shared:
+            key, value = (
+                torch.cat([old.expand(self.batch, -1, -1, -1), new], dim=2)
+                for old, new in zip(self._before[layer], (key, value), strict=True)
+            )
+        if layer >= self.first_kept and not is_shared:
             self.keys.append(key)
             self.values.append(value)
-        rows = query.shape[2]
-        if window is None or rows <= window:
+        length = key.shape[2]
+        if rows == length and (window is None or rows <= window):
             return dense_attention(query, key, value, None, scale=scale, softcap=softcap, causal=True)
-        full = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril()
-        return dense_attention(query, key, value, full & ~full.tril(-window), scale=scale, softcap=softcap)
+        visible = self._mask(window, rows, length, query.device)
+        return dense_attention(query, key, value, visible, scale=scale, softcap=softcap)
 
 
 class _BesideCache:

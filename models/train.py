@@ -25,7 +25,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specstream.models.adapter import Adapter, begin_streams, default_targets, main_tensors, merge_main, stream_tensors, wrap_main
+from specstream.models.adapter import (
+    Adapter,
+    begin_main,
+    begin_streams,
+    default_targets,
+    main_tensors,
+    merge_main,
+    stream_tensors,
+    wrap_main,
+)
 from specstream.models.config import BaseIdentity, Mode, Placement, StreamConfig
 from specstream.models.data import Batch, TokenRow, draft_vocabulary, make_batch, plan_batches
 from specstream.models.distill import distill
@@ -54,6 +63,8 @@ class TrainOptions:
         stream_decay: weight of stream j is ``stream_weight * decay ** (j - 1)``.
         stream_weight: see above; in ``shared`` it is reached over the first half of the run, since large stream losses from
             the first step on wreck a small model's main stream.
+        stream_weighting: ``decay``: the weights above; ``chance``: times the chance that the streams before were right, row by row
+            (see :func:`specstream.models.loss.stream_sums`).
         targets: ``model``: the model's own distribution; ``reference``: the tokens of the rows (the papers).
         segment: anchors a row whose streams are in memory at once.
         placement, correction_rank, pair_rank: see :class:`StreamConfig`; the ranks count for delayed placement only.
@@ -85,6 +96,7 @@ class TrainOptions:
     draft_vocab_size: int = 8192
     stream_decay: float = 0.85
     stream_weight: float | None = None  # 1.0 on a frozen base, 0.1 in shared mode (the papers' value)
+    stream_weighting: Literal["decay", "chance"] = "decay"
     targets: Targets = "model"
     segment: int = 64
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -187,6 +199,7 @@ def train(
     options: TrainOptions,
     *,
     start_from: Adapter | None = None,
+    start_main: Adapter | None = None,
     start_streams: Adapter | None = None,
     held_out: Sequence[TokenRow] = (),
     progress: Progress | None = None,
@@ -201,6 +214,7 @@ def train(
         work: folder for checkpoints and ``train.jsonl``; a run found there is resumed exactly where it was.
         options: the run.
         start_from: a fine-tune (``main.*``) to train streams on, instead of stage ``main``.
+        start_main: a fine-tune that stage ``main`` goes on with, in place of a fresh LoRA; of the same rank, scale and layers.
         start_streams: trained streams to begin from, in place of random ones; see :func:`begin_streams`.
         held_out: rows that are not trained on, returned with completions as the streams' rows have them.
         progress: called after each step with (stage, step, steps, last logged figures).
@@ -210,7 +224,7 @@ def train(
         UserError: a run with other options is in ``work``.
     """
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    run = _Run(base, identity, rows, list(held_out), work, options, accelerator, progress, stop_after, start_streams)
+    run = _Run(base, identity, rows, list(held_out), work, options, accelerator, progress, stop_after, start_streams, start_main)
     if options.mode == "shared":
         assert start_from is None, "shared mode trains its own fine-tune"
         return run.joint()
@@ -246,13 +260,17 @@ class _Run:
         progress: Progress | None,
         stop_after: int | None,
         start_streams: Adapter | None,
+        start_main: Adapter | None,
     ) -> None:
         self.base, self.identity, self.rows, self.held_out, self.options = base, identity, rows, held_out, options
         self.work, self.accelerator, self.progress, self.stop_after = work, accelerator, progress, stop_after
-        self.start_streams = start_streams
+        self.start_streams, self.start_main = start_streams, start_main
         self.lengths = [len(row.ids) for row in rows]
         self.dtype = training_dtype(options, accelerator)
         self.steps_done = 0
+        # Gradients to be clipped apart from those that parameters hold, by the names of these; the names are known before the first step.
+        self.apart: dict[str, Tensor] = {}
+        self.apart_names: list[str] = []
         self._check_work()
 
     def _check_work(self) -> None:
@@ -261,6 +279,8 @@ class _Run:
         known = {"options": dataclasses.asdict(self.options), "fingerprint": self.identity.fingerprint, "rows": rows}
         if self.start_streams is not None:
             known["start_streams"] = _digest(self.start_streams.tensors)
+        if self.start_main is not None:
+            known["start_main"] = _digest({n: t for n, t in self.start_main.tensors.items() if n.startswith("main.")})
         described = json.dumps(known, indent=2)
         path = self.work / "run.json"
         if path.is_file():
@@ -289,6 +309,8 @@ class _Run:
         torch.manual_seed(self.options.seed)
         self.place()
         wrapped = wrap_main(self.base, targets, self.options.main_rank, 2.0 * self.options.main_rank)
+        if self.start_main is not None:
+            begin_main(wrapped, self.start_main)
         model = StreamModel(self.base, None)
         parameters = {n: p for n, p in model.named_parameters() if ".lora_" in n}
         for parameter in parameters.values():
@@ -354,7 +376,11 @@ class _Run:
         return Trained(config, tensors, model, self.accelerator.is_main_process, self.rows, self.held_out)
 
     def joint(self) -> Trained:
-        """Stage ``joint``: one LoRA for main and stream rows, α_j ramped up over the first half."""
+        """Stage ``joint``: one LoRA for main and stream rows, α_j ramped up over the first half.
+
+        Gradients of the main loss and of the stream losses are clipped apart: streams' are many times as large at first, and clipped
+        together they would leave next to nothing of the main loss's.
+        """
         torch.manual_seed(self.options.seed)
         self.place()
         targets = default_targets(self.base)
@@ -372,13 +398,17 @@ class _Run:
             rows = model.main_pass(part.ids)
             leaves = rows.detach()
             figures = self.stream_step(model, leaves, batch, part, weights * ramp, token_index)
-            loss = main_loss_sum(model, rows, part) / float(batch.counts.sum())
             # The streams' gradients reach main rows through their entry states, keys and values.
             pairs = zip([rows.entry, *rows.keys, *rows.values], [leaves.entry, *leaves.keys, *leaves.values], strict=True)
             reached = [(x, leaf.grad) for x, leaf in pairs if leaf.grad is not None]
-            torch.autograd.backward([loss, *(x for x, _ in reached)], [torch.ones_like(loss), *(g for _, g in reached)])
+            if reached:
+                torch.autograd.backward([x for x, _ in reached], [g for _, g in reached], retain_graph=True)
+            loss = main_loss_sum(model, rows, part) / float(batch.counts.sum())
+            found = torch.autograd.grad(loss, list(shared.values()))
+            self.apart = dict(zip(self.apart_names, found, strict=True))
             return {"main_loss": loss.detach()} | figures
 
+        self.apart_names = list(shared)
         groups = [*self.stream_groups(own), {"params": list(shared.values()), "lr": self.options.main_learning_rate}]
         self.loop("joint", self.options.steps, own | shared, groups, step)
         tensors = main_tensors(wrapped) | stream_tensors(model)
@@ -432,8 +462,9 @@ class _Run:
         prune, pair = torch.zeros(()), torch.zeros(())
         pair_total = float((totals.sum() - totals[0]).clamp(min=1))
         for first in range(0, part.anchors.shape[1], self.options.segment):
-            piece = stream_sums(model, main, part, first, first + self.options.segment, self.options.targets, token_index)
-            loss = (weights.to(totals.device) * piece.losses / totals).sum() + piece.prune / anchors_total + piece.pair / pair_total
+            by_chance = self.options.stream_weighting == "chance"
+            piece = stream_sums(model, main, part, first, first + self.options.segment, self.options.targets, token_index, by_chance)
+            loss = (weights.to(totals.device) * piece.weighted / totals).sum() + piece.prune / anchors_total + piece.pair / pair_total
             loss.backward()
             sums += (piece.losses.detach() / totals).cpu()
             correct += (piece.correct / totals).cpu()
@@ -492,10 +523,16 @@ class _Run:
             # A process without a row of its own (a batch smaller than the processes) still takes part in the sums.
             own = chosen[rank::world]
             optimizer.zero_grad(set_to_none=False)
+            self.apart = {}
             part = _to(make_batch([self.rows[i] for i in own]), self.accelerator.device) if own else None
             got = step_function(batch, part, own) if part is not None else {}
             got = self.share(got, parameters, stage)
             norm = nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
+            if self.apart:
+                scale = 1.0 / max(1.0, float(nn.utils.get_total_norm(list(self.apart.values()))))
+                for name, gradient in self.apart.items():
+                    held = parameters[name].grad
+                    parameters[name].grad = gradient * scale if held is None else held + gradient * scale
             optimizer.step()
             schedule.step()
             self.steps_done += 1
@@ -527,11 +564,14 @@ class _Run:
         device = self.accelerator.device
         pieces = [figures.get(name, torch.zeros(shape)).to(device).reshape(-1).float() for name, shape in shapes.items()]
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters.values()]
-        flat = torch.cat([*pieces, *(g.reshape(-1) for g in grads)])
+        apart = [self.apart.get(name, torch.zeros_like(parameters[name])) for name in self.apart_names]
+        flat = torch.cat([*pieces, *(g.reshape(-1) for g in (*grads, *apart))])
         flat = self.accelerator.reduce(flat, reduction="sum")
-        parts = flat.split([*(p.numel() for p in pieces), *(g.numel() for g in grads)])
-        for parameter, grad in zip(parameters.values(), parts[len(pieces) :], strict=True):
+        parts = flat.split([*(p.numel() for p in pieces), *(g.numel() for g in (*grads, *apart))])
+        for parameter, grad in zip(parameters.values(), parts[len(pieces) :], strict=False):
             parameter.grad = grad.reshape(parameter.shape).clone()
+        for name, grad in zip(self.apart_names, parts[len(pieces) + len(grads) :], strict=True):
+            self.apart[name] = grad.reshape(parameters[name].shape).clone()
         return {name: part.reshape(shape).cpu() for (name, shape), part in zip(shapes.items(), parts[: len(pieces)], strict=True)}
 
     def log(self, line: dict[str, Any], seconds: float) -> None:

@@ -26,6 +26,7 @@ from specstream.toolchain.report import json_option, write_report
 @click.option(
     "--main", "start_from", metavar="ADAPTER", help="A finished fine-tune to train streams on: an adapter of ours or of PEFT (LoRA)."
 )
+@click.option("--main-from", metavar="ADAPTER", help="Go on with the fine-tune of this adapter for --main-steps more (two-stage).")
 @click.option("--streams-from", metavar="ADAPTER", help="Begin with the streams of this adapter, made for another task.")
 @click.option("--valid", type=click.Path(path_type=Path), help="Held-out rows to calibrate streams on; every 50th row of DATA without it.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Rows a step, over all processes.")
@@ -57,6 +58,13 @@ from specstream.toolchain.report import json_option, write_report
 @click.option("--top-k", type=int, default=8, show_default=True, help="Candidates a stream returns (k).")
 @click.option("--draft-vocab", "draft_vocab_size", type=int, default=8192, show_default=True, help="Tokens streams choose from; 0 for all.")
 @click.option("--stream-decay", type=float, default=0.85, show_default=True, help="Loss weight of stream j+1 relative to stream j.")
+@click.option(
+    "--stream-weighting",
+    type=click.Choice(["decay", "chance"]),
+    default="decay",
+    show_default=True,
+    help="Loss weights by stream alone, or times the chance that the streams before were right.",
+)
 @click.option("--stream-weight", type=float, help="Loss weight of stream 1.  [default: 1, in shared mode 0.1]")
 @click.option(
     "--targets",
@@ -78,6 +86,7 @@ def train(
     data: Path,
     out: Path,
     start_from: str | None,
+    main_from: str | None,
     streams_from: str | None,
     valid: Path | None,
     max_length: int,
@@ -103,6 +112,7 @@ def train(
 
     require("train")
     folder = resolve_adapter(start_from) if start_from is not None else None
+    earlier = resolve_adapter(main_from) if main_from is not None else None
     other = resolve_adapter(streams_from) if streams_from is not None else None
     for path in (data, valid):
         if path is not None and not path.is_file():
@@ -129,6 +139,7 @@ def train(
                 out,
                 checked,
                 start_from=folder,
+                main_from=earlier,
                 streams_from=other,
                 valid=valid,
                 max_length=max_length,
@@ -147,6 +158,8 @@ def train(
     agreement = " ".join(f"{x:.2f}" for x in report["held_out_agreement"])
     click.echo(f"{out}: {report['stream_parameters']:,} stream parameters, {report['main_parameters']:,} of the fine-tune")
     click.echo(f"held-out agreement of streams 1 to {checked.num_streams} with the model's own choice: {agreement}")
+    per_call = ", ".join(f"{x:.2f} at {budget}" for budget, x in report["held_out_tokens_per_call"].items())
+    click.echo(f"tokens per call on held-out rows, streams alone: {per_call} rows a call")
     write_report(json_file, "train", report)
 
 

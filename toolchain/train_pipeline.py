@@ -53,6 +53,7 @@ def train_adapter(
     options: TrainOptions,
     *,
     start_from: Path | None = None,
+    main_from: Path | None = None,
     streams_from: Path | None = None,
     valid: Path | None = None,
     max_length: int = 1024,
@@ -70,6 +71,7 @@ def train_adapter(
         out: folder to make.
         options: the run.
         start_from: adapter folder whose fine-tune (``main.*``) the streams are trained on, or a PEFT LoRA folder.
+        main_from: adapter folder (or PEFT LoRA folder) whose fine-tune is trained further before the streams.
         streams_from: adapter folder whose streams training begins with.
         valid: held-out rows on which each stream's temperature is fitted; without it every 50th training row is held out.
         max_length: longer rows are left out.
@@ -101,6 +103,8 @@ def train_adapter(
 
     if options.mode == "shared" and start_from is not None:
         raise UserError("--main trains streams on a finished fine-tune: use --mode lossless or two-stage, not shared")
+    if main_from is not None and (options.mode != "two-stage" or start_from is not None):
+        raise UserError("--main-from trains a fine-tune further: use --mode two-stage, without --main")
 
     from specstream.models.data import encode_rows, read_rows
 
@@ -133,14 +137,19 @@ def train_adapter(
     if (work / "run.json").exists():
         say(f"going on with the unfinished run in {work}")
 
-    from specstream.models.adapter import check_base
-    from specstream.models.calibrate import fit_temperatures
+    from specstream.models.adapter import check_base, check_begin_main
+    from specstream.models.calibrate import fit_temperatures, held_out_drafts
     from specstream.models.train import train
+    from specstream.toolchain.draft_quality import BUDGETS, tokens_per_call
 
     base, _ = load_base(source)
     assert config.architectures
     known = identity(base, config.architectures[0])
-    start = load_start(start_from, known, options) if start_from is not None else None
+    start = load_start(start_from, known) if start_from is not None else None
+    earlier = load_start(main_from, known) if main_from is not None else None
+    if earlier is not None:
+        assert main_from is not None
+        check_begin_main(options.main_rank, earlier.config, main_from)
     if begin is not None:
         assert streams_from is not None
         check_base(begin, known, streams_from)
@@ -151,13 +160,16 @@ def train_adapter(
         work,
         options,
         start_from=start,
+        start_main=earlier,
         start_streams=begin,
         held_out=held_rows[:200],
         progress=progress if primary else None,
     )
     if not trained.primary:
         return {}  # another process of this run writes the result
-    held_out = fit_temperatures(trained.model, trained.held_out)
+    drafts = held_out_drafts(trained.model, trained.held_out)
+    held_out = fit_temperatures(drafts)
+    per_call = {b: tokens_per_call(trained.held_out, drafts, held_out.temperatures.tolist(), b) for b in BUDGETS}
     trained.tensors["streams.calibration"] = held_out.temperatures
 
     from specstream.models.adapter import Adapter, save_adapter
@@ -184,7 +196,9 @@ def train_adapter(
         "held_out_rows": len(trained.held_out),
         "held_out_agreement": [round(x, 4) for x in held_out.agreement],
         "held_out_loss": [round(x, 4) for x in held_out.loss],
+        "held_out_tokens_per_call": {str(budget): round(x, 3) for budget, x in per_call.items()},
         "temperatures": [round(float(x), 4) for x in held_out.temperatures],
+        "main_from": main_from.name if main_from is not None else None,
         "streams_from": streams_from.name if streams_from is not None else None,
         "options": dataclasses.asdict(options),
         "command": command,
@@ -259,7 +273,7 @@ def encoders(bundle: TokenizerBundle) -> tuple[Callable[[str], list[int]], Calla
     return chat, plain, ends[-1] if ends else bundle.stop_ids[0]
 
 
-def load_start(folder: Path, known: Any, options: TrainOptions) -> Any:
+def load_start(folder: Path, known: Any) -> Any:
     """The fine-tune to begin from, out of an adapter folder of ours or a PEFT LoRA folder."""
     from specstream.models.adapter import PEFT_CONFIG_NAME, Adapter, check_base, load_adapter, load_peft
     from specstream.models.config import StreamConfig
@@ -280,7 +294,10 @@ def card(report: dict[str, Any], data_name: str, data_license: str | None) -> st
     o = report["options"]
     agreement = " ".join(f"{x:.2f}" for x in report["held_out_agreement"])
     loss = " ".join(f"{x:.2f}" for x in report["held_out_loss"])
+    per_call = ", ".join(f"{x:.2f} at {budget}" for budget, x in report["held_out_tokens_per_call"].items())
     steps = f"{o['main_steps']} of the fine-tune, then {o['steps']} of the streams" if o["mode"] == "two-stage" else str(o["steps"])
+    if report["main_from"]:
+        steps += f"; the fine-tune began with that of {report['main_from']}"
     own = f" (prompts only: the model's own answers of up to {o['self_distill']} tokens)" if o["self_distill"] else ""
     return f"""# Stream adapter for {report["model"]}
 
@@ -294,6 +311,7 @@ def card(report: dict[str, Any], data_name: str, data_license: str | None) -> st
 | parameters | fine-tune {report["main_parameters"]:,}, streams {report["stream_parameters"]:,} |
 | held-out agreement of streams 1 to {o["num_streams"]} with the model's own choice | {agreement} |
 | held-out loss of each stream | {loss} |
+| tokens per call on held-out rows, streams alone | {per_call} rows a call |
 | time | {report["seconds"] / 60:.0f} minutes |
 
 Trained with

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -63,6 +65,31 @@ def test_stream_loss(targets: str, segment: int) -> None:
             correct += sums.correct
     torch.testing.assert_close(total, torch.tensor(expected), rtol=1e-4, atol=1e-4)
     assert correct.tolist() == hits
+
+
+def test_streams_weighted_by_the_chance_that_those_before_were_right() -> None:
+    model = tiny_model("Llama")
+    assert model.config is not None
+    gamma = model.config.num_streams
+    expected = [0.0] * gamma
+    for row in ROWS:
+        main, streams = logits(model, row.ids)
+        scores = torch.log_softmax(streams, dim=-1)
+        for t in range(row.start - 1, len(row.ids) - 1):
+            before = 0.0
+            for j in range(1, gamma + 1):
+                if t + j < len(row.ids) - 1:
+                    loss = -float((torch.softmax(main[t + j], dim=-1) * scores[t, j - 1]).sum())
+                    expected[j - 1] += math.exp(-before) * loss
+                    before += loss
+    batch = make_batch(ROWS)
+    with torch.no_grad():
+        rows = model.main_pass(batch.ids)
+        sums = stream_sums(model, rows, batch, 0, 64, "model", None, by_chance=True)
+        plain = stream_sums(model, rows, batch, 0, 64, "model", None)
+    torch.testing.assert_close(sums.weighted, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums.losses, plain.losses)
+    torch.testing.assert_close(plain.weighted, plain.losses)
 
 
 def test_a_token_outside_the_draft_vocabulary_is_no_target() -> None:

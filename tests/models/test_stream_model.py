@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specstream.models.attention import DenseCache
-from specstream.models.stream_model import StreamModel, fused_rows
+from specstream.models.stream_model import StreamModel, fused_rows, shared_prefix
 
 from ..export.tiny import ARCHITECTURES, LAYERS, VOCAB, tiny_base, tiny_model
 
@@ -93,6 +93,28 @@ def test_padding_on_the_right_changes_nothing() -> None:
     padded = torch.cat([ids, torch.zeros(1, 5, dtype=torch.int64)], dim=1)
     with torch.no_grad():
         torch.testing.assert_close(model.main_pass(padded).final[:, :12], model.main_pass(ids).final, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Gemma2", "Gemma3", "SmolLM3"])
+@pytest.mark.parametrize("common", [1, 9, 30])
+def test_a_beginning_that_sequences_share_is_run_once(architecture: str, common: int) -> None:
+    """Windows and soft caps included, and gradients: those of the sequences one by one."""
+    model = tiny_model(architecture)
+    ids = tokens(5 * 33).view(5, 33)
+    ids[:, :common] = ids[0, :common]
+    ids[:, common] = torch.arange(5)
+    assert shared_prefix(ids, least=4) == common
+    assert shared_prefix(ids) == (common if common * 4 >= 64 else 0)
+    assert shared_prefix(ids[:1]) == 0
+    parameters = [p.requires_grad_(True) for n, p in model.decoder.named_parameters() if "k_proj" in n and "lora" not in n]
+    results = []
+    for parts in ([ids], list(ids.split(1))):
+        passes = [model.main_pass(part) for part in parts]
+        flat = [torch.cat(x) for x in zip(*((p.entry, p.final, *p.keys, *p.values) for p in passes), strict=True)]
+        loss = flat[1].pow(2).mean() + flat[2].sin().mean()
+        results.append([*flat, *torch.autograd.grad(loss, parameters)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_tree_equals_its_paths() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from specstream.models.adapter import Adapter, build_stream_model, load_adapter, merge_main, save_adapter
 from specstream.models.base import identity
-from specstream.models.calibrate import fit_temperatures
+from specstream.models.calibrate import fit_temperatures, held_out_drafts
 from specstream.models.data import TokenRow
 from specstream.models.errors import UserError
 from specstream.models.train import Trained, TrainOptions, train
@@ -74,7 +74,7 @@ def test_every_mode_learns_and_ships(mode: str, tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", trained.config, trained.tensors)
     shipped = build_stream_model(tiny_base("Llama"), load_adapter(tmp_path / "adapter"))
     rows = counting_rows(16)
-    before, after = fit_temperatures(trained.model, rows), fit_temperatures(shipped, rows)
+    before, after = (fit_temperatures(held_out_drafts(model, rows)) for model in (trained.model, shipped))
     assert after.loss == pytest.approx(before.loss, rel=0.02)
 
 
@@ -128,6 +128,27 @@ def test_streams_on_a_finished_fine_tune(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole")
     rest = run(tmp_path / "rest", start_from=Adapter(whole.config, whole.tensors))
     assert all(torch.equal(rest.tensors[name], whole.tensors[name]) for name in whole.tensors)
+
+
+def test_a_fine_tune_goes_on_from_another(tmp_path: Path) -> None:
+    """Its first step already knows what the other learned; both belong to the run's identity."""
+    first = run(tmp_path / "first", dataclasses.replace(OPTIONS, main_steps=60))
+    options = dataclasses.replace(OPTIONS, seed=1)
+    run(tmp_path / "second", options, start_main=Adapter(first.config, first.tensors))
+    begun, fresh = ([x["main_loss"] for x in lines(tmp_path / name) if x["stage"] == "main"] for name in ("second", "first"))
+    assert begun[0] < 0.8 * fresh[0]
+    with pytest.raises(UserError, match="holds a run with other options"):
+        run(tmp_path / "second", options)
+
+
+def test_main_and_stream_gradients_are_clipped_apart(tmp_path: Path) -> None:
+    """However large the streams' losses, the fine-tune of shared mode takes its own steps."""
+    options = dataclasses.replace(OPTIONS, mode="shared", steps=40, learning_rate=1e-9, targets="reference")
+    for weight in (1e-3, 1e6):
+        run(tmp_path / f"{weight}", dataclasses.replace(options, stream_weight=weight))
+    small, large = ([x["main_loss"] for x in lines(tmp_path / name)] for name in ("0.001", "1000000.0"))
+    assert small[-1] < 0.7 * small[0]
+    assert large[-1] < 0.85 * large[0]
 
 
 def plainly_continued(base: Any, prompt: list[int], count: int) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from specstream.runtimes import Bundle
+from specstream.runtimes import Bundle, load
 from specstream.toolchain.cli import run
 
 from ..models.test_base import model_folder, tiny_config  # noqa: F401 - model_folder is a fixture
@@ -78,6 +78,52 @@ def test_prompts_alone_are_enough_to_self_distill(model_folder: Path, tmp_path: 
     assert run([*asked, "--self-distill", "5"]) == 0
     assert "the model's own answers of up to 5 tokens" in (out / "README.md").read_text()
     assert not list(out.glob("distilled*"))
+
+
+def test_tokens_per_call_on_held_out_rows_are_those_of_the_runtime(model_folder: Path, rows: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Worked out without a graph, measured with one: the same calls, since the texts are the model's own."""
+    valid = tmp_path / "valid.jsonl"
+    valid.write_text("".join(json.dumps({"prompt": f"count {i}", "completion": "x"}) + "\n" for i in range(100, 112)))
+    out, report = tmp_path / "adapter", tmp_path / "report.json"
+    sizes = ["--self-distill", "9", "--valid", str(valid), "--steps", "40", "--lr", "0.02", "--json", str(report)]
+    assert run(["train", str(model_folder), str(rows), str(out), *SIZES, *sizes]) == 0
+    expected = json.loads(report.read_text())["held_out_tokens_per_call"]
+    assert 1.0 < expected["8"] <= expected["12"] <= expected["16"] <= 3.0
+    assert run(["export", str(model_folder), str(tmp_path / "bundle"), "--adapter", str(out)]) == 0
+    lm = load(tmp_path / "bundle")
+    for budget in (8, 12, 16):
+        found = [lm.generate(f"count {i}", 9, "streams", budget=budget) for i in range(100, 112)]
+        got = sum(one.tokens - 1 for one in found) / sum(one.calls for one in found)
+        assert got == pytest.approx(expected[str(budget)], abs=1e-3)
+
+
+def test_a_fine_tune_goes_on(model_folder: Path, rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    first, second = tmp_path / "first", tmp_path / "second"
+    command = ["train", str(model_folder), str(rows)]
+    assert run([*command, str(first), *SIZES, "--main-steps", "12"]) == 0
+    assert run([*command, str(second), *SIZES, "--main-steps", "4", "--main-from", str(first), "--main-lr", "1e-5"]) == 0
+    log = {out: [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()] for out in (first, second)}
+    # At this rate nothing is learned: the second run stands where the first one ended.
+    one, two = ([line["main_loss"] for line in log[out] if line["stage"] == "main"][-1] for out in (first, second))
+    begun = load_file(first / "adapter.safetensors")
+    for name, tensor in load_file(second / "adapter.safetensors").items():
+        if name.startswith("main."):
+            torch.testing.assert_close(tensor, begun[name], atol=1e-3, rtol=1e-2)
+    assert one > 0
+    assert two > 0
+    assert "began with that of first" in (second / "README.md").read_text()
+    capfd.readouterr()
+
+    third = str(tmp_path / "third")
+    assert run([*command, third, *SIZES, "--main-from", str(first), "--main-rank", "3"]) == 2
+    assert "its fine-tune has rank 2, not 3; give --main-rank 2" in capfd.readouterr().err
+    assert run([*command, third, *SIZES, "--mode", "lossless", "--main-from", str(first)]) == 2
+    assert "use --mode two-stage" in capfd.readouterr().err
+    lossless = tmp_path / "lossless"
+    assert run([*command, str(lossless), *SIZES, "--mode", "lossless"]) == 0
+    assert run([*command, third, *SIZES, "--main-from", str(lossless)]) == 2
+    assert "has no fine-tune (main.*)" in capfd.readouterr().err
+    assert not Path(third).exists()
 
 
 def test_streams_of_other_sizes_are_no_beginning(
