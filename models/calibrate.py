@@ -26,6 +26,7 @@ class RowDrafts:
         logprobs: float32 [A, γ, k].
         pairs: float32 [A, γ, k, k], see ``specstream.runtimes.drafters.Streams``; None without a pair head.
         own: int64 [A], the token of the draft vocabulary that the model prefers.
+        text_logprobs: float32 [A], of the row's next token, by the model itself.
         own_logprobs: float32 [A, γ], of the tokens ``own`` that streams guess; beyond the row's end there are none (0).
     """
 
@@ -34,6 +35,7 @@ class RowDrafts:
     logprobs: Tensor
     pairs: Tensor | None
     own: Tensor
+    text_logprobs: Tensor
     own_logprobs: Tensor
 
 
@@ -62,7 +64,8 @@ def held_out_drafts(model: StreamModel, rows: Sequence[TokenRow], batch_size: in
         states = model.stream_pass(main, anchors, corrections)  # [B, A, γ, H]
         for i, count in enumerate(batch.counts.tolist()):
             own = teacher[i, :count]
-            chosen = model.head(main.final[i, anchors[i, :count]]).argmax(-1)
+            said = torch.log_softmax(model.head(main.final[i, anchors[i, :count]]).float(), dim=-1)  # [A, V]
+            chosen, text = said.argmax(-1), said.gather(1, ids[i, anchors[i, :count] + 1].unsqueeze(1)).squeeze(1)
             scores = torch.log_softmax(model.draft_head(states[i, :count]).float(), dim=-1)  # [A, γ, Vd]
             best, index = scores.topk(top_k, dim=-1)
             own_logprobs = torch.zeros(count, gamma, device=device)
@@ -72,7 +75,7 @@ def held_out_drafts(model: StreamModel, rows: Sequence[TokenRow], batch_size: in
             tokens = (model.draft_vocab[x] if model.config.draft_vocab_size else x for x in (index, own))
             drafted, preferred = (x.cpu() for x in tokens)
             pairs = None if pairs is None else pairs.cpu()
-            found.append(RowDrafts(chosen.cpu(), drafted, best.cpu(), pairs, preferred, own_logprobs.cpu()))
+            found.append(RowDrafts(chosen.cpu(), drafted, best.cpu(), pairs, preferred, text.cpu(), own_logprobs.cpu()))
     return found
 
 

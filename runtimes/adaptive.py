@@ -1,4 +1,4 @@
-"""How many rows a call should have while it runs: drafts as long as they pay, plain decoding where they do not.
+"""How many rows a call should have while it runs, and whether streams pay: drafts as long as they do, plain decoding where they do not.
 
 Pure arithmetic on what each call cost and gave, in units of a plain call's time; knows no clock, no session and no text.
 """
@@ -16,12 +16,17 @@ import numpy.typing as npt
 from specstream.models.errors import UserError
 from specstream.runtimes.tree import TokenTree, likeliest_rows, path_probabilities
 
-_EARNED: Final = 0.03  # of a plain call's time: what each plain call may cost more, for trying drafts again
-_AT_START: Final = 1.5  # plain calls' time that may be lost before drafts have gained anything
+_EARNED: Final = 0.02  # of a plain call's time: what each call may cost more, for trying streams again
+_OTHERS_EARNED: Final = 0.01  # and for trying rows without streams again
+_AT_START: Final = 1.5  # plain calls' time that streams may lose before they have gained anything
+_OTHERS_AT_START: Final = 0.5  # and that rows without streams may lose
 _LARGEST: Final = 8.0  # credit that gains pile up: a good text survives this much of a bad stretch
-_CARRIED: Final = 4.0  # of it, for the next text
-_FORGET: Final = 0.98  # weight of the past at each drafted call
+_CARRIED: Final = 3.0  # of streams' credit, for the next text
+_OTHERS_CARRIED: Final = 1.0  # and of the other one
+_FORGET: Final = 0.98  # weight of the past at each call
 _TRUST: Final = 4.0  # drafted tokens' worth of belief in a tree's own probabilities
+_SHOWN: Final = 10.0  # calls of one token that stand for what rows without streams give until they have shown it
+_COMPARE: Final = (8, 64)  # calls of the better kind before the other one is tried: at first and, doubling, at most
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,14 @@ def prior_costs(scheme: str) -> CallCosts:
 class BudgetController(Protocol):
     """What the speculative loop asks before each call, in this order, and tells after it.
 
-    ``budget``: rows at most; 1 is plain decoding, for which no streams are computed. ``least``: where rows come from the likeliest
-    down, the probability of a path below which ``trim`` keeps no row that has n before it (entry n; empty: it keeps all), so that
-    growing may end there. ``trim``: the part of a tree that is worth its rows. ``record``: what the call
-    gave.
+    ``budget``: rows at most; 1 is plain decoding. ``streams``: whether streams are to be computed for it, after ``budget``; without them a
+    drafter has its other sources. ``least``: where rows come from the likeliest down, the probability of a path below which ``trim``
+    keeps no row that has n before it (entry n; empty: it keeps all), so that growing may end there. ``trim``: the part of a tree that is
+    worth its rows. ``record``: what the call gave.
     """
 
     def budget(self) -> int: ...
+    def streams(self) -> bool: ...
     def least(self) -> Sequence[float]: ...
     def trim(self, tree: TokenTree) -> TokenTree: ...
     def record(self, rows: int, emitted: int, expected: float) -> None: ...
@@ -98,6 +104,9 @@ class FixedBudget:
     def budget(self) -> int:
         return self.rows
 
+    def streams(self) -> bool:
+        return self.rows > 1
+
     def least(self) -> Sequence[float]:
         return ()
 
@@ -108,68 +117,128 @@ class FixedBudget:
         pass
 
 
+class _Kind:
+    """What calls of one kind, with streams or without, gave lately."""
+
+    def __init__(self, emitted: float, spent: float) -> None:
+        self.accepted = self.promised = _TRUST
+        # Tokens, the root's own included, and time.
+        self.emitted, self.spent = emitted, spent
+
+    @property
+    def rate(self) -> float:
+        """Tokens over time in plain calls. Plain decoding's is 1."""
+        return self.emitted / self.spent
+
+    @property
+    def correction(self) -> float:
+        """Drafted tokens accepted, over those that the trees expected."""
+        return self.accepted / self.promised
+
+    @property
+    def bounded_correction(self) -> float:
+        # Where nothing is accepted any more, a try still needs rows that could be.
+        return min(max(self.correction, 0.4), 1.2)
+
+    def record(self, emitted: int, cost: float, expected: float) -> None:
+        self.emitted = _FORGET * self.emitted + emitted
+        self.spent = _FORGET * self.spent + cost
+        self.accepted = _FORGET * self.accepted + emitted - 1
+        self.promised = max(_FORGET * self.promised + expected - 1, 1e-6)
+
+
 class AdaptiveBudget:
     """Follows the measured acceptance, over all texts of a session.
 
-    Whether to draft is an account in units of a plain call's time. A drafted call that emits e tokens and costs c pays in e - c; a
-    plain call pays in a little; a call is drafted when the account covers the loss if nothing of it is accepted (two such losses after
-    a plain call). So time is never more than (1 + 0.03) x plain decoding's + 1.5 plain calls, over all texts and whatever the drafts
-    do, if the costs are right (over one text, + 4, which earlier ones have gained). Where drafts fail, one call in a while tries
-    again; where they are good, nothing stands in their way.
+    There are two kinds of calls. One has streams, which cost a pass or rows of their own. The other drafts from what costs nothing but the
+    rows that are verified: the prompt, what was written so far, a table of n-grams; without rows that pay, it is plain decoding. Each
+    kind has an account in units of a plain call's time.
 
-    How many rows: those that maximise expected tokens - rate x cost, where the rate is tokens per unit of time lately. This is the
-    choice that makes the long-run rate largest (renewal reward; Dinkelbach 1967). The tree's probabilities are corrected by
-    how many drafted tokens were accepted lately of those that trees expected.
+    Streams are used when they emit more tokens in their time than calls without them, lately, and their account allows it. A call with
+    streams that emits e tokens and costs c pays in e - c; a call without pays in a little; a call has streams only if the account covers
+    the loss should nothing be accepted (two such losses after a call without). Once in a while calls of the other kind are tried, so
+    that what they give is known.
+
+    How many rows without streams: no more than the other account covers, into which such a call pays what it emits beyond one token, less
+    what its rows cost, and a little.
+
+    So time is never more than 1.03 x plain decoding's + 2 plain calls, over all texts and whatever the drafts do, if the costs
+    are right (over one text, + 4 instead, which earlier ones have gained). Where drafts fail, one call in a while tries again; where
+    they are good, nothing stands in their way.
+
+    Which of the rows: those that maximise expected tokens - rate x cost, where the rate is tokens per unit of time lately of calls of this
+    kind. This is the choice that makes the long-run rate largest (renewal reward; Dinkelbach 1967). The tree's probabilities are
+    corrected by how many drafted tokens were accepted lately of those that trees expected.
 
     Args:
         costs: of calls on this device.
         most: rows of a call at most.
-        uses_streams: whether drafts cost what streams cost.
+        uses_streams: whether the drafter has streams; else all calls are of the other kind.
+        at_least: rows that a call has in any case: one, or two where single rows are run with a second one beside them.
     """
 
-    def __init__(self, costs: CallCosts = PRIOR_COSTS, most: int = 16, uses_streams: bool = True) -> None:
+    def __init__(self, costs: CallCosts = PRIOR_COSTS, most: int = 16, uses_streams: bool = True, at_least: int = 1) -> None:
         if most < 1:
             raise UserError(f"budget: {most} given, 1 or more expected")
         self.most = most
-        self._costs: list[float] = costs.table(most).tolist()
-        self._streams = costs.streams if uses_streams else 0.0
+        of: list[float] = costs.table(most).tolist()
+        self._least_rows = min(at_least, most)
+        self._costs = [max(cost, of[self._least_rows - 1]) for cost in of]
+        self._streams = costs.streams
         # Of rows beyond the first n, what one costs on average where that is least.
         of = self._costs
         self._cheapest = [0.0] + [min((of[m] - of[n - 1]) / (m - n + 1) for m in range(n, most)) for n in range(1, most)]
-        self._account = _AT_START
-        self._accepted = self._promised = _TRUST
-        # Tokens and time of drafted calls lately, the root's own token included.
-        self._emitted, self._spent = 2.0, 1.0 + self._streams
+        self._uses_streams = uses_streams and most > 1
+        self._account, self._other_account = _AT_START, _OTHERS_AT_START
+        self._with, self._without = _Kind(2.0, 1.0 + self._streams), _Kind(_SHOWN, _SHOWN)
         self._rows = float(min(4, most))
-        self._drafting = True
+        self._streaming = self._uses_streams
+        self._since, self._compare = 0, _COMPARE[0]  # calls since the other kind was tried, and how many there may be
+        self._trying = 0  # calls of the other kind still to come
 
     @property
     def account(self) -> float:
-        """Plain calls' time that may be lost."""
+        """Plain calls' time that may be lost by streams."""
         return self._account
 
     @property
+    def _kind(self) -> _Kind:
+        return self._with if self._streaming else self._without
+
+    @property
     def rate(self) -> float:
-        """Tokens of drafted calls lately, over their time in plain calls. Plain decoding's is 1."""
-        return self._emitted / self._spent
+        """Tokens of calls of the present kind lately, over their time in plain calls. Plain decoding's is 1."""
+        return self._kind.rate
 
     @property
     def correction(self) -> float:
-        """Drafted tokens accepted lately, over those that the trees expected."""
-        return self._accepted / self._promised
+        """Drafted tokens accepted lately, over those that the trees expected, in calls of the present kind."""
+        return self._kind.correction
 
     def new_text(self) -> None:
         """A text begins. Of what earlier ones gained only so much may be lost in it; its prompt can carry streams."""
         self._account = min(self._account, _CARRIED)
-        self._drafting = True
+        self._other_account = min(self._other_account, _OTHERS_CARRIED)
+        self._streaming = self._uses_streams
 
     def budget(self) -> int:
-        """Rows of the next call at most; 1 when it should be plain."""
-        usual = self._costs[round(self._rows) - 1]
-        loss = usual + self._streams - 1.0
+        """Rows of the next call at most."""
+        loss = self._costs[round(self._rows) - 1] + self._streams - 1.0
         # To begin takes two: streams beside rows serve the call after the one that carries them.
-        self._drafting = self.most > 1 and self._account >= (loss if self._drafting else 2.0 * loss)
-        return self.most if self._drafting else 1
+        covered = self._account >= (loss if self._streaming else 2.0 * loss)
+        better = self._with.rate >= self._without.rate
+        if not self._trying and self._since >= self._compare and (better or covered):
+            self._trying = 1 if better else 2
+            self._since, self._compare = 0, min(2 * self._compare, _COMPARE[1])
+        self._streaming = self._uses_streams and covered and better != (self._trying > 0)
+        if self._streaming:
+            return self.most
+        affordable = self._costs[0] + max(self._other_account, 0.0)
+        return sum(cost <= affordable for cost in self._costs)
+
+    def streams(self) -> bool:
+        """Whether the next call's drafts are to have streams."""
+        return self._streaming
 
     def least(self) -> Sequence[float]:
         """Behind n likelier rows, one that is less likely than entry n loses time, however many follow it.
@@ -178,16 +247,14 @@ class AdaptiveBudget:
         them is likelier than the first, so correction · p must exceed rate times the cost of one on average. A little lower, so that
         rounding decides nothing.
         """
-        scale = 0.999 * max(self.rate, 1.0) / self._bounded_correction()
+        kind = self._kind
+        scale = 0.999 * max(kind.rate, 1.0) / kind.bounded_correction
         return [scale * cost for cost in self._cheapest]
-
-    def _bounded_correction(self) -> float:
-        # Where nothing is accepted any more, a try still needs rows that could be.
-        return min(max(self.correction, 0.4), 1.2)
 
     def trim(self, tree: TokenTree) -> TokenTree:
         """The likeliest rows of a tree, as many as are worth their time."""
-        correction, rate = self._bounded_correction(), max(self.rate, 1.0)
+        kind = self._kind
+        correction, rate = kind.bounded_correction, max(kind.rate, 1.0)
         rows, best, expected = 0, -math.inf, 0.0
         for row, (probability, cost) in enumerate(zip(sorted(path_probabilities(tree), reverse=True), self._costs, strict=False), 1):
             expected += probability
@@ -204,13 +271,14 @@ class AdaptiveBudget:
             emitted: tokens, the correction included.
             expected: tokens, by the verified tree's own probabilities.
         """
-        if not self._drafting:
+        cost = self._costs[min(rows, self.most) - 1]
+        if self._streaming:
+            cost += self._streams
+            self._account = min(self._account + emitted - cost, _LARGEST)
+            self._rows += 0.2 * (rows - self._rows)
+        else:
             self._account = min(self._account + _EARNED, _LARGEST)
-            return
-        cost = self._costs[min(rows, self.most) - 1] + self._streams
-        self._account = min(self._account + emitted - cost, _LARGEST)
-        self._rows += 0.2 * (rows - self._rows)
-        self._emitted = _FORGET * self._emitted + emitted
-        self._spent = _FORGET * self._spent + cost
-        self._accepted = _FORGET * self._accepted + emitted - 1
-        self._promised = max(_FORGET * self._promised + expected - 1, 1e-6)
+            self._other_account = min(self._other_account + emitted - 1 - (cost - self._costs[0]) + _OTHERS_EARNED, _LARGEST)
+        self._since += not self._trying
+        self._trying = max(self._trying - 1, 0)
+        self._kind.record(emitted, cost, expected)

@@ -169,12 +169,12 @@ class LanguageModel:
         if stream_rows is None:
             stream_rows = max(self.profile.stream_rows, 1) if self.profile is not None else DEFAULT_STREAM_ROWS
         policy = stream_policy(stream_rows)
-        rows = self._adaptive(drafter) if budget == "adaptive" else budget
         if sampling is not None and sampling.is_greedy:
             sampling = None
         if isinstance(self.session, OrtSession):
             # Plain decoding as such is left at its fastest; within speculation, plain calls round as the others do.
             self.session.pad_single = self.manifest.quantization.rounds_activations and not isinstance(drafter, NoDrafter)
+        rows = self._adaptive(drafter) if budget == "adaptive" else budget
         start = time.perf_counter()
         prompt_ids = self.prompt_ids(prompt, raw)
         self.last = None
@@ -284,7 +284,8 @@ class LanguageModel:
         streams = drafter.uses_streams and self.session.num_streams > 0
         if streams not in self._controllers:
             costs = self.profile.costs if self.profile is not None else prior_costs(self.manifest.quantization.scheme)
-            self._controllers[streams] = AdaptiveBudget(costs, DEFAULT_BUDGET, streams)
+            at_least = 2 if isinstance(self.session, OrtSession) and self.session.pad_single else 1
+            self._controllers[streams] = AdaptiveBudget(costs, DEFAULT_BUDGET, streams, at_least)
         controller = self._controllers[streams]
         controller.new_text()
         return controller

@@ -43,13 +43,13 @@ class Replay:
     Attributes:
         emitted: tokens of each call, the correction included.
         rows: of each call, the root included.
-        budgets: rows that each call might have had; 1 for a call that was meant to be plain.
+        streams: whether each call's draft was meant to have streams.
         expected: what the tree's own probabilities say of each call's tokens: Σ over rows of the probability of its path.
     """
 
     emitted: tuple[int, ...]
     rows: tuple[int, ...]
-    budgets: tuple[int, ...]
+    streams: tuple[bool, ...]
     expected: tuple[float, ...]
 
     @property
@@ -101,10 +101,11 @@ def replay(recording: Recording, drafter: Drafter, budget: int | BudgetControlle
     text.append(recording.tokens[0])
     done, end = 1, len(recording.prompt_ids) + recording.max_new_tokens
     streams = recording.streams[0] if recording.streams else None
-    emitted, rows, budgets, expected = [], [], [], []
+    emitted, rows, streamed, expected = [], [], [], []
     while done < len(recording.tokens):
         most = controller.budget()
-        context = DraftContext(text, streams if drafter.uses_streams else None, most, end - len(text) - 1, controller.least())
+        wanted = drafter.uses_streams and most > 1 and controller.streams()
+        context = DraftContext(text, streams if wanted else None, most, end - len(text) - 1, controller.least())
         tree = root_only(context.root)
         if most > 1:
             tree = controller.trim(sanitise(drafter.propose(context), context, recording.vocab_size)[0])
@@ -112,7 +113,7 @@ def replay(recording: Recording, drafter: Drafter, budget: int | BudgetControlle
         count = min(len(path), len(recording.tokens) - done)
         emitted.append(count)
         rows.append(len(tree))
-        budgets.append(most)
+        streamed.append(wanted)
         expected.append(sum(path_probabilities(tree)))
         controller.record(len(tree), count, expected[-1])
         if policy is None:
@@ -124,7 +125,7 @@ def replay(recording: Recording, drafter: Drafter, budget: int | BudgetControlle
         if carrying >= 0 and done + carrying < len(recording.streams):
             streams = recording.streams[done + carrying]
         done += count
-    return Replay(tuple(emitted), tuple(rows), tuple(budgets), tuple(expected))
+    return Replay(tuple(emitted), tuple(rows), tuple(streamed), tuple(expected))
 
 
 def right_path(tree: TokenTree, following: Sequence[int]) -> list[int]:

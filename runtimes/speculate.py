@@ -170,9 +170,10 @@ def _blocks(
     sampling: Sampling | None,
 ) -> Iterator[Block]:
     draft_streams = drafter.uses_streams and session.num_streams > 0
-    budget = controller.budget()  # of the next call; asked early, since delayed streams run before it
+    # Of the next call; asked early, since delayed streams run before it.
+    budget, streaming = _plan(controller, draft_streams)
     draws = sampling is not None
-    output = prefill(session, prompt_ids, streams=draft_streams and budget > 1 and max_new_tokens > 1, chunk=chunk, logits=draws)
+    output = prefill(session, prompt_ids, streams=streaming and max_new_tokens > 1, chunk=chunk, logits=draws)
     tokens = list(prompt_ids)
     sampler = None if sampling is None else Sampler(sampling, tokens, len(tokens))
     tokens.append(int(output.next_ids[0]) if sampler is None else sampler.after(output, 0))
@@ -181,7 +182,7 @@ def _blocks(
     if output.stream_ids is not None and output.stream_logprobs is not None:
         streams = Streams(output.stream_ids[0].copy(), output.stream_logprobs[0].copy(), len(prompt_ids) - 1)
     reason = _finish_reason(tokens, end, stop_ids, session)
-    if reason is None and draft_streams and budget > 1 and session.delayed:
+    if reason is None and streaming and session.delayed:
         streams = _delayed(session, tokens, end)
     yield Block((tokens[-1],), 0, int(streams is not None), 0, 0, reason)
 
@@ -195,7 +196,7 @@ def _blocks(
             tree, dropped = root_only(context.root), 0
         # The last call needs no streams; near the capacity only as many rows carry them as fit.
         stream_rows = NO_ROWS
-        if draft_streams and budget > 1 and left > 1 and not session.delayed:
+        if streaming and left > 1 and not session.delayed:
             fits = (room - len(tree)) // session.num_streams
             stream_rows = (policy(tree) if len(tree) > 1 else every_row(tree))[:fits]
             if len(stream_rows) > session.max_stream_rows:
@@ -212,7 +213,7 @@ def _blocks(
         session.commit(kept)
         tokens += emitted
         controller.record(len(tree), len(emitted), sum(path_probabilities(tree)))
-        budget = controller.budget()
+        budget, streaming = _plan(controller, draft_streams)
         if output.stream_ids is not None and output.stream_logprobs is not None:
             carrying = {row: i for i, row in enumerate(stream_rows.tolist())}
             deepest = next((level for level in reversed(range(len(kept))) if kept[level] in carrying), None)
@@ -222,10 +223,16 @@ def _blocks(
         reason = _finish_reason(tokens, end, stop_ids, session)
         carried = len(stream_rows)
         if draft_streams and session.delayed:
-            streams = _delayed(session, tokens, end) if reason is None and budget > 1 else None
+            streams = _delayed(session, tokens, end) if reason is None and streaming else None
             carried = int(streams is not None)
         # The correction after the last accepted row is the model's own; after a cut there is one drafted token fewer than rows.
         yield Block(tuple(emitted), len(tree), carried, len(emitted) - 1 + (len(accepted) > len(kept)), dropped, reason)
+
+
+def _plan(controller: BudgetController, draft_streams: bool) -> tuple[int, bool]:
+    """Rows of the next call at most, and whether it has streams."""
+    budget = controller.budget()
+    return budget, draft_streams and budget > 1 and controller.streams()
 
 
 def _delayed(session: Session, tokens: Sequence[int], end: int) -> Streams | None:

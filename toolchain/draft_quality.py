@@ -48,3 +48,9 @@ def tokens_per_call(rows: Sequence[TokenRow], drafts: Sequence[RowDrafts], tempe
             emitted = min(len(accept(tree, following)), last - root)
             tokens, calls, root = tokens + emitted, calls + 1, root + emitted
     return tokens / max(calls, 1)
+
+
+def text_loss(drafts: Sequence[RowDrafts]) -> float:
+    """Cross-entropy of the rows' own completions by the model itself, in nats a token."""
+    sums = [(float(drafted.text_logprobs.sum()), len(drafted.text_logprobs)) for drafted in drafts]
+    return round(-sum(total for total, _ in sums) / sum(count for _, count in sums), 4)

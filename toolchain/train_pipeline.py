@@ -140,7 +140,7 @@ def train_adapter(
     from specstream.models.adapter import check_base, check_begin_main
     from specstream.models.calibrate import fit_temperatures, held_out_drafts
     from specstream.models.train import train
-    from specstream.toolchain.draft_quality import BUDGETS, tokens_per_call
+    from specstream.toolchain.draft_quality import BUDGETS, text_loss, tokens_per_call
 
     base, _ = load_base(source)
     assert config.architectures
@@ -196,6 +196,7 @@ def train_adapter(
         "held_out_rows": len(trained.held_out),
         "held_out_agreement": [round(x, 4) for x in held_out.agreement],
         "held_out_loss": [round(x, 4) for x in held_out.loss],
+        "held_out_main_loss": text_loss(drafts) if not options.self_distill else None,
         "held_out_tokens_per_call": {str(budget): round(x, 3) for budget, x in per_call.items()},
         "temperatures": [round(float(x), 4) for x in held_out.temperatures],
         "main_from": main_from.name if main_from is not None else None,

@@ -46,9 +46,9 @@ def test_an_adaptive_budget_decides_before_each_call() -> None:
     costs = CallCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.2, 1.5, 1.85, 2.7), streams=0.35)
     found = replay(bad, StreamDrafter(), AdaptiveBudget(costs))
     assert found.tokens == 199
-    assert found.budgets.count(1) > 150
-    assert all(rows == 1 for rows, budget in zip(found.rows, found.budgets, strict=True) if budget == 1)
+    assert found.streams.count(False) > 150
+    assert all(rows == 1 for rows, streams in zip(found.rows, found.streams, strict=True) if not streams)
     good = record(FakeModel(skill=1.0, capacity=512), PROMPT, max_new_tokens=200, stop_ids=())
     found = replay(good, StreamDrafter(), AdaptiveBudget())
-    assert found.budgets.count(1) == 0
+    assert found.streams.count(False) <= 3  # once in a while, to know what calls without streams give
     assert found.calls < 80

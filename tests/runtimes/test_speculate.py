@@ -138,6 +138,9 @@ class Restless:
     def budget(self) -> int:
         return self.random.choice([1, 1, self.most])
 
+    def streams(self) -> bool:
+        return self.random.random() < 0.7
+
     def least(self) -> list[float]:
         return [self.random.choice([0.0, 0.1, 0.5])] * self.most
 
