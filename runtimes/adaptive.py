@@ -25,7 +25,7 @@ _CARRIED: Final = 3.0  # of streams' credit, for the next text
 _OTHERS_CARRIED: Final = 1.0  # and of the other one
 _FORGET: Final = 0.98  # weight of the past at each call
 _TRUST: Final = 4.0  # drafted tokens' worth of belief in a tree's own probabilities
-_SHOWN: Final = 10.0  # calls of one token that stand for what rows without streams give until they have shown it
+_SHOWN: Final = 5.0  # calls of one token that stand for what rows without streams give until they have shown it
 _COMPARE: Final = (8, 64)  # calls of the better kind before the other one is tried: at first and, doubling, at most
 
 
@@ -156,7 +156,7 @@ class AdaptiveBudget:
 
     Streams are used when they emit more tokens in their time than calls without them, lately, and their account allows it. A call with
     streams that emits e tokens and costs c pays in e - c; a call without pays in a little; a call has streams only if the account covers
-    the loss should nothing be accepted (two such losses after a call without). Once in a while calls of the other kind are tried, so
+    the loss should nothing be accepted (two such losses once it did not). Once in a while calls of the other kind are tried, so
     that what they give is known.
 
     How many rows without streams: no more than the other account covers, into which such a call pays what it emits beyond one token, less
@@ -192,7 +192,7 @@ class AdaptiveBudget:
         self._account, self._other_account = _AT_START, _OTHERS_AT_START
         self._with, self._without = _Kind(2.0, 1.0 + self._streams), _Kind(_SHOWN, _SHOWN)
         self._rows = float(min(4, most))
-        self._streaming = self._uses_streams
+        self._streaming = self._covered = self._uses_streams
         self._since, self._compare = 0, _COMPARE[0]  # calls since the other kind was tried, and how many there may be
         self._trying = 0  # calls of the other kind still to come
 
@@ -219,18 +219,20 @@ class AdaptiveBudget:
         """A text begins. Of what earlier ones gained only so much may be lost in it; its prompt can carry streams."""
         self._account = min(self._account, _CARRIED)
         self._other_account = min(self._other_account, _OTHERS_CARRIED)
-        self._streaming = self._uses_streams
+        self._streaming = self._covered = self._uses_streams
 
     def budget(self) -> int:
         """Rows of the next call at most."""
         loss = self._costs[round(self._rows) - 1] + self._streams - 1.0
         # To begin takes two: streams beside rows serve the call after the one that carries them.
-        covered = self._account >= (loss if self._streaming else 2.0 * loss)
+        self._covered = self._account >= (loss if self._covered else 2.0 * loss)
         better = self._with.rate >= self._without.rate
-        if not self._trying and self._since >= self._compare and (better or covered):
+        # The faster streams are, the less likely it is that others beat them.
+        due = self._since >= self._compare * max(self._with.rate, 1.0) ** 2
+        if not self._trying and due and (better or self._covered):
             self._trying = 1 if better else 2
             self._since, self._compare = 0, min(2 * self._compare, _COMPARE[1])
-        self._streaming = self._uses_streams and covered and better != (self._trying > 0)
+        self._streaming = self._uses_streams and self._covered and better != (self._trying > 0)
         if self._streaming:
             return self.most
         affordable = self._costs[0] + max(self._other_account, 0.0)
