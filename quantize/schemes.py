@@ -21,11 +21,12 @@ from typing import Final, Literal
 import onnx_ir as ir
 
 from specstream.export.passes.pack_projections import pack_projections
+from specstream.export.passes.packed_attention import fuse_packed_attention
 from specstream.models.errors import UserError
 from specstream.quantize.calibrate import Sample
 from specstream.quantize.fit import Fit, apply_factors, choose, find_factors, fit
 from specstream.quantize.formats import BlockFormat, FloatArray, Format
-from specstream.quantize.graph_file import WeightFile
+from specstream.quantize.graph_file import WeightFile, weight_bytes
 from specstream.quantize.products import Product, find_lookups, find_products
 from specstream.quantize.rewrite import rewrite
 
@@ -35,6 +36,9 @@ NEEDS_SAMPLES: Final = ("w8a8", "mixed")
 # Without VNNI, x86 kernels add pairs of products of unsigned and signed bytes in 16 bits, where 255 · 127 · 2 does not fit. ONNX Runtime
 # 1.32 has an entry for slower exact sums (session.x64quantprecision) but fails to load such graphs with it, so the need is written down.
 REQUIRES: Final = "on x86, AVX-512 VNNI or AVX-VNNI: without them sums of 8-bit products saturate"
+
+# Of the main graph's weights, what tables of rotary angles may take more: they make attention cheaper to call.
+TABLES_SHARE: Final = 0.025
 
 # Relative squared error of a product's result up to which w8a8 keeps a fixed scale.
 ERROR_LIMIT = 2e-3
@@ -108,6 +112,7 @@ class Quantizer:
         folder: of the fp32 graphs.
         graphs: file names, the main graph first.
         options: the scheme and its settings.
+        context: positions that the model can have; 0: attention stays as it is.
         samples: what :func:`specstream.quantize.calibrate.collect` found, by graph; schemes with 8-bit activations need it.
 
     Raises:
@@ -118,6 +123,7 @@ class Quantizer:
     graphs: Sequence[str]
     options: Options
     samples: Mapping[str, Mapping[str, Sample]] | None = None
+    context: int = 0
     factors: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
     fits: dict[str, dict[str, Fit]] = field(default_factory=dict)
 
@@ -200,7 +206,7 @@ class Quantizer:
         """
         plans = plans or self.plans()
         counts: Counter[str] = Counter()
-        packed = 0
+        packed = tables = 0
         with WeightFile(out / f"{self.graphs[0]}.data") as weights:
             for graph in self.graphs:
                 model = ir.load(self.folder / graph)
@@ -208,6 +214,8 @@ class Quantizer:
                 apply_factors(model, self.factors.get(graph, {}))
                 counts.update(rewrite(model, plans[graph]))
                 counts["fp32"] += len(find_products(model))
+                tables = tables or int(TABLES_SHARE * weight_bytes(model))
+                fuse_packed_attention(model, self.context, tables)
                 weights.save(model, out / graph)
         return Written({kind: count for kind, count in counts.items() if count}, weights.nbytes, packed)
 

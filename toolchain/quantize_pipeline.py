@@ -118,7 +118,7 @@ def quantize_bundle(
         say("quantizing")
         from specstream.quantize.schemes import Quantizer
 
-        quantizer = Quantizer(bundle.folder, graphs, options, samples)
+        quantizer = Quantizer(bundle.folder, graphs, options, samples, bundle.manifest.model.context_length)
         for name in _other_files(bundle, graphs):
             shutil.copyfile(bundle.path(name), writer.path(name))
         attempt = _Attempt(bundle, writer, quantizer, scratch, threads, begun)

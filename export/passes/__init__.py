@@ -11,6 +11,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from specstream.export.contract import Profile
+from specstream.export.passes.block_argmax import block_argmax
 from specstream.export.passes.finish import finish
 from specstream.export.passes.flat_rotary import flatten_rotary
 from specstream.export.passes.fold_weights import fold_weights
@@ -44,6 +45,7 @@ ORT: list[Pass] = [
     norms_first,  # makes way for the next pass
     flatten_rotary,  # needs rotary nodes; GroupQueryAttention takes flat rows, Attention does not
     fuse_skip_norm,  # needs fused norms; a contrib operator
+    block_argmax,
     *_LAST,
 ]
 
