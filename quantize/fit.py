@@ -6,7 +6,7 @@ that a few rows of enormous activations count for what they are, a few rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from specstream.quantize.calibrate import Sample
 from specstream.quantize.formats import BlockFormat, FloatArray, Format, IntegerFormat, round_rows, to_integers
-from specstream.quantize.products import Product
 from specstream.quantize.smooth import Group, find_groups
 
 STRENGTHS = (0.0, 0.35, 0.5, 0.65, 0.8)  # α of SmoothQuant's equation 4; 0 leaves channels as they are
@@ -68,9 +67,14 @@ def apply_factors(model: ir.Model, factors: Mapping[str, FloatArray]) -> int:
     return len(groups)
 
 
-def fit(product: Product, sample: Sample) -> Fit:
-    """Scales for a product from rows of its input (after smoothing, if any)."""
-    matrix = product.matrix()
+def fit(matrices: Sequence[FloatArray], sample: Sample) -> Fit:
+    """Scales for products of the same input from rows of it (after smoothing, if any).
+
+    Args:
+        matrices: of the products, [K, N] each.
+        sample: of the input.
+    """
+    matrix = matrices[0] if len(matrices) == 1 else np.concatenate(matrices, axis=1)
     # A head is wide: a few rows of it say as much as many of a projection.
     rows = sample.rows[:: max(1, matrix.size * len(sample.rows) // MOST_PRODUCTS)]
     exact = rows @ matrix

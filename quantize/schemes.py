@@ -143,17 +143,25 @@ class Quantizer:
         self.factors[graph] = find_factors(model, samples)
         apply_factors(model, self.factors[graph])
         fits = self.fits[graph] = {}
+        # Products of the same rows round them once, by one scale.
+        readers: dict[str, list[Product]] = {}
         for product in find_products(model):
-            if (sample := samples.get(product.rows.name or "")) is not None:
-                found = fit(product, sample)
-                fits[product.name] = fits[product.name].joined(found) if product.name in fits else found
+            readers.setdefault(product.rows.name or "", []).append(product)
+        for rows, products in readers.items():
+            if (sample := samples.get(rows)) is not None:
+                found = fit([product.matrix() for product in products], sample)
+                for name in {product.name for product in products}:
+                    fits[name] = fits[name].joined(found) if name in fits else found
 
     def _load(self, graph: str, smoothed: bool = True) -> ir.Model:
         model = ir.load(self.folder / graph)
-        pack_projections(model)
+        self._pack(model)
         if smoothed:
             apply_factors(model, self.factors.get(graph, {}))
         return model
+
+    def _pack(self, model: ir.Model) -> int:
+        return pack_projections(model, mlp=self.options.scheme not in NEEDS_SAMPLES)
 
     def plans(self, raised: int = 0) -> dict[str, Plan]:
         """A format for each product and lookup of each graph.
@@ -210,7 +218,7 @@ class Quantizer:
         with WeightFile(out / f"{self.graphs[0]}.data") as weights:
             for graph in self.graphs:
                 model = ir.load(self.folder / graph)
-                packed += pack_projections(model)
+                packed += self._pack(model)
                 apply_factors(model, self.factors.get(graph, {}))
                 counts.update(rewrite(model, plans[graph]))
                 counts["fp32"] += len(find_products(model))

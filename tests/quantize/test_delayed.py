@@ -61,6 +61,19 @@ def test_both_graphs_stay_close(scheme: str, most: float, folder: Path, samples:
     assert np.abs(best[1] - best[0]).max() < 10 * most
 
 
+def test_rows_are_rounded_once_for_all_products_that_read_them(folder: Path, samples: dict[str, dict[str, Sample]], tmp_path: Path) -> None:
+    """Gate and up projections of w8a8 stay apart, for no copy to split them, and have one scale."""
+    Quantizer(folder, GRAPHS, Options("w8a8", 16), samples).write(tmp_path)
+    for graph in GRAPHS:
+        nodes = list(ir.load(tmp_path / graph).graph)
+        products = [node for node in nodes if node.op_type == "MatMulIntegerToFloat"]
+        names = [node.inputs[1].name or "" for node in products if node.inputs[1] is not None]
+        assert any("gate_proj" in name for name in names)
+        assert any("qkv_proj" in name for name in names)
+        rounded = [node.outputs[0] for node in nodes if node.op_type == "QuantizeLinear"]
+        assert len({node.inputs[0] for node in products}) == len(rounded) < len(products)
+
+
 def test_the_embedding_is_stored_once_for_both(folder: Path, tmp_path: Path) -> None:
     Quantizer(folder, GRAPHS, Options("int8", 16)).write(tmp_path)
     places = set()
