@@ -37,8 +37,9 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Two test files at a time: each has at most one process on the real model, which takes up to 4 GB.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 format: venv
 	$(BIN)/ruff format .

