@@ -15,6 +15,7 @@ from specstream.export.passes.block_argmax import block_argmax
 from specstream.export.passes.finish import finish
 from specstream.export.passes.flat_rotary import flatten_rotary
 from specstream.export.passes.fold_weights import fold_weights
+from specstream.export.passes.log_sum_exp import split_log_sum_exp
 from specstream.export.passes.norm_first import norms_first
 from specstream.export.passes.reshapes import drop_reshapes
 from specstream.export.passes.rms_norm import fuse_rms_norm
@@ -46,6 +47,7 @@ ORT: list[Pass] = [
     flatten_rotary,  # needs rotary nodes; GroupQueryAttention takes flat rows, Attention does not
     fuse_skip_norm,  # needs fused norms; a contrib operator
     block_argmax,
+    split_log_sum_exp,
     *_LAST,
 ]
 

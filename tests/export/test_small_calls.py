@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 
 from specstream.export.parity import check
 from specstream.export.passes.block_argmax import block_argmax
+from specstream.export.passes.log_sum_exp import split_log_sum_exp
 from specstream.export.passes.pack_projections import pack_projections
 from specstream.export.passes.packed_attention import fuse_packed_attention
 
@@ -102,3 +103,17 @@ def test_the_best_logit_is_found_in_blocks() -> None:
 @pytest.mark.parametrize("width", [4096 + 1, 64, "V"])
 def test_widths_without_blocks_are_left_alone(width: int | str) -> None:
     assert block_argmax(argmax_model(width)) == 0
+
+
+def test_log_sum_exp_of_large_and_small_numbers() -> None:
+    node = helper.make_node("ReduceLogSumExp", ["x", "axes"], ["y"], keepdims=1)
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["L", width]) for name, width in (("x", 512), ("y", 1))]
+    axes = helper.make_tensor("axes", TensorProto.INT64, [1], [-1])
+    graph = helper.make_graph([node], "g", values[:1], values[1:], initializer=[axes])
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10))
+    assert split_log_sum_exp(model) == 1
+    assert "ReduceLogSumExp" not in {node.op_type for node in model.graph}
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).standard_normal((5, 512)).astype(np.float32) * np.array([[1], [30], [0], [1e4], [1e-4]], dtype=np.float32)
+    (found,) = session.run(None, {"x": x})
+    np.testing.assert_allclose(found, torch.logsumexp(torch.from_numpy(x), dim=1, keepdim=True).numpy(), rtol=1e-6, atol=1e-5)
