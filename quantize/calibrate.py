@@ -152,7 +152,7 @@ def collect(
         found[STREAM_GRAPH] = {}
 
     def keep(graph: str, values: set[str], outputs: Mapping[str, Array]) -> None:
-        for name in values:
+        for name in sorted(values):  # a set's order differs from process to process, and with it what is drawn
             rows = outputs[name].reshape(-1, outputs[name].shape[-1])
             if len(rows):
                 found[graph].setdefault(name, _Reservoir(kept, rng)).add(rows)

@@ -121,8 +121,9 @@ def _best_factors(group: Group, sample: Sample) -> FloatArray | None:
     return best[1]
 
 
-def choose(found: Fit, limit: float, blocks: BlockFormat) -> Format:
-    """The cheapest kind whose error is within ``limit``: static, then normalised, then blocks (whatever theirs is)."""
-    if found.error_static <= limit:
+def choose(found: Fit, limit: float, fixed_limit: float, blocks: BlockFormat) -> Format:
+    """The cheapest kind that errs little enough: a fixed scale within ``fixed_limit``, normalised rows within ``limit``, else blocks
+    (whatever their error is)."""
+    if found.error_static <= fixed_limit:
         return found.static
     return found.normalised if found.error_normalised <= limit else blocks

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +15,9 @@ import pytest
 from specstream.export import contract
 from specstream.export.parity import Graph, make_calls
 from specstream.export.trace import GRAPH_FILE, STREAMS_FILE, export_graph, export_streams
-from specstream.quantize.calibrate import Sample, collect
+from specstream.quantize import schemes
+from specstream.quantize.calibrate import Sample, collect, read_samples
+from specstream.quantize.formats import IntegerFormat
 from specstream.quantize.products import find_products
 from specstream.quantize.schemes import Options, Quantizer
 
@@ -59,6 +65,39 @@ def test_both_graphs_stay_close(scheme: str, most: float, folder: Path, samples:
     # Candidates may change places: the best of each stream is compared.
     best = [draft[contract.STREAM_LOGPROBS][..., 0] for draft in drafts]
     assert np.abs(best[1] - best[0]).max() < 10 * most
+
+
+def test_what_is_drawn_does_not_depend_on_the_process(folder: Path, tmp_path: Path) -> None:
+    """Sets of names have another order in every process."""
+    script = """
+import json, sys
+from pathlib import Path
+from specstream.quantize.calibrate import collect, write_samples
+write_samples(Path(sys.argv[2]), collect(Path(sys.argv[1]), json.loads(sys.argv[3]), kept=8))
+"""
+    found = []
+    for seed in ("1", "2"):
+        file = tmp_path / f"{seed}.npz"
+        place = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", script, str(folder), str(file), json.dumps(TEXTS)], check=True, env=place)
+        found.append(read_samples(file))
+    one, two = found
+    for graph in GRAPHS:
+        for name, sample in one[graph].items():
+            np.testing.assert_array_equal(two[graph][name].rows, sample.rows)
+
+
+def test_the_head_has_a_fixed_scale_only_if_that_errs_very_little(
+    folder: Path, samples: dict[str, dict[str, Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schemes, "ERROR_LIMIT", 0.5)
+    quantizer = Quantizer(folder, GRAPHS, Options("w8a8", 16), samples)
+    head = next(product.name for product in find_products(ir.load(folder / GRAPH_FILE)) if product.is_head)
+    for limit, normalised in ((0.0, True), (0.5, False)):
+        monkeypatch.setattr(schemes, "HEAD_ERROR_LIMIT", limit)
+        form = quantizer.plans()[GRAPH_FILE][head]
+        assert isinstance(form, IntegerFormat)
+        assert form.normalised == normalised
 
 
 def test_rows_are_rounded_once_for_all_products_that_read_them(folder: Path, samples: dict[str, dict[str, Sample]], tmp_path: Path) -> None:
