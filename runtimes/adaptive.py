@@ -16,16 +16,16 @@ import numpy.typing as npt
 from specstream.models.errors import UserError
 from specstream.runtimes.tree import TokenTree, likeliest_rows, path_probabilities
 
-_EARNED: Final = 0.02  # of a plain call's time: what each call may cost more, for trying streams again
-_OTHERS_EARNED: Final = 0.01  # and for trying rows without streams again
-_AT_START: Final = 1.5  # plain calls' time that streams may lose before they have gained anything
-_OTHERS_AT_START: Final = 0.5  # and that rows without streams may lose
+# Plain calls' time that streams and rows without streams may lose: before drafts have gained anything, of what earlier texts gained, and
+# more for each call without streams, so that they are tried again.
+_AT_START: Final = (1.5, 0.5)
+_CARRIED: Final = (2.5, 1.0)
+_EARNED: Final = (0.02, 0.01)
 _LARGEST: Final = 8.0  # credit that gains pile up: a good text survives this much of a bad stretch
-_CARRIED: Final = 3.0  # of streams' credit, for the next text
-_OTHERS_CARRIED: Final = 1.0  # and of the other one
 _FORGET: Final = 0.98  # weight of the past at each call
 _TRUST: Final = 4.0  # drafted tokens' worth of belief in a tree's own probabilities
-_SHOWN: Final = 5.0  # calls of one token that stand for what rows without streams give until they have shown it
+_STREAMS_AT_START: Final = (6.0, 3.0)  # tokens and time that stand for what streams give until they have shown it
+_OTHERS_AT_START: Final = (3.0, 3.0)  # and for what other drafts give
 _COMPARE: Final = (8, 64)  # calls of the better kind before the other one is tried: at first and, doubling, at most
 
 
@@ -151,20 +151,17 @@ class AdaptiveBudget:
     """Follows the measured acceptance, over all texts of a session.
 
     There are two kinds of calls. One has streams, which cost a pass or rows of their own. The other drafts from what costs nothing but the
-    rows that are verified: the prompt, what was written so far, a table of n-grams; without rows that pay, it is plain decoding. Each
-    kind has an account in units of a plain call's time.
+    rows that are verified: the prompt, what was written so far, a table of n-grams; without rows that pay, it is plain decoding.
 
-    Streams are used when they emit more tokens in their time than calls without them, lately, and their account allows it. A call with
-    streams that emits e tokens and costs c pays in e - c; a call without pays in a little; a call has streams only if the account covers
-    the loss should nothing be accepted (two such losses once it did not). Once in a while calls of the other kind are tried, so
-    that what they give is known.
+    Streams are used when they emit more tokens in their time than calls without them, lately. Once in a while calls of the other kind are
+    tried, so that what they give is known.
 
-    How many rows without streams: no more than the other account covers, into which such a call pays what it emits beyond one token, less
-    what its rows cost, and a little.
-
-    So time is never more than 1.03 x plain decoding's + 2 plain calls, over all texts and whatever the drafts do, if the costs
-    are right (over one text, + 4 instead, which earlier ones have gained). Where drafts fail, one call in a while tries again; where
-    they are good, nothing stands in their way.
+    Two accounts, of streams and of rows without streams, in units of a plain call's time bound what can be lost. A call that emits e tokens
+    and costs c pays e - c into its own; what one without streams gains is shared between both, and it pays a little into each. A call has
+    streams only if their account covers the loss should nothing be accepted (two such losses once it did not), and without them no more
+    rows than the other covers. So time is never more than 1.03 x plain decoding's + 2 plain calls, over all texts and whatever the drafts
+    do, if the costs are right (over one text, + 3.5, which earlier ones have gained). Where drafts fail, one call in a while tries again;
+    where they are good, nothing stands in their way.
 
     Which of the rows: those that maximise expected tokens - rate x cost, where the rate is tokens per unit of time lately of calls of this
     kind. This is the choice that makes the long-run rate largest (renewal reward; Dinkelbach 1967). The tree's probabilities are
@@ -189,8 +186,8 @@ class AdaptiveBudget:
         of = self._costs
         self._cheapest = [0.0] + [min((of[m] - of[n - 1]) / (m - n + 1) for m in range(n, most)) for n in range(1, most)]
         self._uses_streams = uses_streams and most > 1
-        self._account, self._other_account = _AT_START, _OTHERS_AT_START
-        self._with, self._without = _Kind(2.0, 1.0 + self._streams), _Kind(_SHOWN, _SHOWN)
+        self._account, self._other_account = _AT_START
+        self._with, self._without = _Kind(*_STREAMS_AT_START), _Kind(*_OTHERS_AT_START)
         self._rows = float(min(4, most))
         self._streaming = self._covered = self._uses_streams
         self._since, self._compare = 0, _COMPARE[0]  # calls since the other kind was tried, and how many there may be
@@ -217,20 +214,19 @@ class AdaptiveBudget:
 
     def new_text(self) -> None:
         """A text begins. Of what earlier ones gained only so much may be lost in it; its prompt can carry streams."""
-        self._account = min(self._account, _CARRIED)
-        self._other_account = min(self._other_account, _OTHERS_CARRIED)
+        self._account, self._other_account = min(self._account, _CARRIED[0]), min(self._other_account, _CARRIED[1])
         self._streaming = self._covered = self._uses_streams
 
     def budget(self) -> int:
         """Rows of the next call at most."""
-        loss = self._costs[round(self._rows) - 1] + self._streams - 1.0
+        loss = self._costs[round(self._rows) - 1] + self._streams - self._costs[0]
         # To begin takes two: streams beside rows serve the call after the one that carries them.
         self._covered = self._account >= (loss if self._covered else 2.0 * loss)
         better = self._with.rate >= self._without.rate
         # The faster streams are, the less likely it is that others beat them.
         due = self._since >= self._compare * max(self._with.rate, 1.0) ** 2
         if not self._trying and due and (better or self._covered):
-            self._trying = 1 if better else 2
+            self._trying = 2
             self._since, self._compare = 0, min(2 * self._compare, _COMPARE[1])
         self._streaming = self._uses_streams and self._covered and better != (self._trying > 0)
         if self._streaming:
@@ -273,14 +269,15 @@ class AdaptiveBudget:
             emitted: tokens, the correction included.
             expected: tokens, by the verified tree's own probabilities.
         """
-        cost = self._costs[min(rows, self.most) - 1]
+        cost = self._costs[min(rows, self.most) - 1] + (self._streams if self._streaming else 0.0)
+        # What a single row costs more than one where nothing is drafted at all can be neither saved nor lost here.
+        gained = emitted - cost + self._costs[0] - 1.0
         if self._streaming:
-            cost += self._streams
-            self._account = min(self._account + emitted - cost, _LARGEST)
+            self._account = min(self._account + gained, _LARGEST)
             self._rows += 0.2 * (rows - self._rows)
         else:
-            self._account = min(self._account + _EARNED, _LARGEST)
-            self._other_account = min(self._other_account + emitted - 1 - (cost - self._costs[0]) + _OTHERS_EARNED, _LARGEST)
+            self._account = min(self._account + max(gained, 0.0) / 2 + _EARNED[0], _LARGEST)
+            self._other_account = min(self._other_account + min(gained, gained / 2) + _EARNED[1], _LARGEST)
         self._since += not self._trying
         self._trying = max(self._trying - 1, 0)
         self._kind.record(emitted, cost, expected)
