@@ -43,8 +43,9 @@ def _replace(graph: ir.Graph, node: ir.Node, block: int) -> None:
     width = int(str(logits.shape[1]))
 
     def constant(name: str, value: list[int] | int) -> ir.Value:
-        tensor = ir.tensor(np.array(value, dtype=np.int64))
-        made = ir.Value(name=f"{old.name}.{name}", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(tensor.shape), const_value=tensor)
+        array = np.array(value, dtype=np.int64)
+        kind, shape = ir.TensorType(ir.DataType.INT64), ir.Shape(array.shape)
+        made = ir.Value(name=f"{old.name}.{name}", type=kind, shape=shape, const_value=ir.tensor(array))
         graph.register_initializer(made)
         return made
 

@@ -120,7 +120,7 @@ def _tables(node: ir.Node, cos: ir.Value, sin: ir.Value, context: int, most_byte
                 return None
             made.append(known)
             continue
-        made.append(ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(tensor.shape), const_value=tensor))
+        made.append(ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(turns.shape), const_value=tensor))
         graph.register_initializer(made[-1])
     positions = angles.positions
     if positions.shape is not None and len(positions.shape) == 1:
