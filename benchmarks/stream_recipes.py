@@ -51,7 +51,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 JOINT: dict[str, dict[str, Any]] = {
     "two-stage": {"mode": "two-stage"},
     "shared": {"mode": "shared", "targets": "reference", "kept_rows": 0},
-    "shared, stream losses weigh 1": {"mode": "shared", "targets": "reference", "kept_rows": 0, "stream_weight": 1.0},
+    "shared with stream losses at 1": {"mode": "shared", "targets": "reference", "kept_rows": 0, "stream_weight": 1.0},
 }
 
 
@@ -124,7 +124,7 @@ def recipes(
     console = Console(width=120)
     found = []
     for name in names:
-        folder = out / name.replace(" ", "-").replace(",", "").replace("'", "")
+        folder = out / name.replace(" ", "-").replace("'", "")
         if not folder.exists():
             options = dataclasses.replace(base, **known[name])
             train_adapter(model, files["train"][0], folder, options, start_from=start, valid=files["valid"][0], max_length=320)

@@ -179,8 +179,7 @@ class AdaptiveBudget:
             raise UserError(f"budget: {most} given, 1 or more expected")
         self.most = most
         of: list[float] = costs.table(most).tolist()
-        self._least_rows = min(at_least, most)
-        self._costs = [max(cost, of[self._least_rows - 1]) for cost in of]
+        self._costs = [max(cost, of[min(at_least, most) - 1]) for cost in of]
         self._streams = costs.streams
         # Of rows beyond the first n, what one costs on average where that is least.
         of = self._costs

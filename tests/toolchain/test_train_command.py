@@ -102,15 +102,11 @@ def test_a_fine_tune_goes_on(model_folder: Path, rows: Path, tmp_path: Path, cap
     command = ["train", str(model_folder), str(rows)]
     assert run([*command, str(first), *SIZES, "--main-steps", "12"]) == 0
     assert run([*command, str(second), *SIZES, "--main-steps", "4", "--main-from", str(first), "--main-lr", "1e-5"]) == 0
-    log = {out: [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()] for out in (first, second)}
-    # At this rate nothing is learned: the second run stands where the first one ended.
-    one, two = ([line["main_loss"] for line in log[out] if line["stage"] == "main"][-1] for out in (first, second))
+    # At this rate nothing is learned: the second run ends where the first one did.
     begun = load_file(first / "adapter.safetensors")
     for name, tensor in load_file(second / "adapter.safetensors").items():
         if name.startswith("main."):
             torch.testing.assert_close(tensor, begun[name], atol=1e-3, rtol=1e-2)
-    assert one > 0
-    assert two > 0
     assert "began with that of first" in (second / "README.md").read_text()
     capfd.readouterr()
 
