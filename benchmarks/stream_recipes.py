@@ -35,6 +35,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "4 layers": {"stream_layers": 4},
     "6 layers": {"stream_layers": 6},
     "15 layers": {"stream_layers": 15},
+    "15 layers of rank 6": {"stream_layers": 15, "stream_rank": 6},
     "LoRA rank 4": {"stream_rank": 4},
     "LoRA rank 16": {"stream_rank": 16},
     "4 streams": {"num_streams": 4},

@@ -18,16 +18,20 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from specstream.quantize.formats import ZERO, BlockFormat, Blocks, Format, IntegerFormat, to_blocks, to_integers
+from specstream.quantize.formats import ZERO, BlockFormat, Blocks, FloatArray, Format, IntegerFormat, to_blocks, to_integers
 from specstream.quantize.products import Lookup, Product, constant, drop_unused, find_lookups, find_products, replace
 
 CONTRIB = "com.microsoft"
 
 
-def rewrite(model: ir.Model, plan: Mapping[str, Format]) -> dict[str, int]:
+def rewrite(model: ir.Model, plan: Mapping[str, Format], moments: Mapping[str, FloatArray] | None = None) -> dict[str, int]:
     """Replace each product and each lookup whose weight's name is in ``plan``.
 
     A table that lookups read keeps rows of tokens together, so that a head, or another graph of the bundle, finds the same bytes.
+
+    Args:
+        moments: float32 [K, K] of values that products read, for the rounding of 4-bit blocks (see
+            :func:`specstream.quantize.formats.to_blocks`).
 
     Returns:
         How many nodes of each kind were made: ``MatMulNBits``, ``MatMulIntegerToFloat``, ``GatherBlockQuantized``, ``Gather``.
@@ -36,6 +40,7 @@ def rewrite(model: ir.Model, plan: Mapping[str, Format]) -> dict[str, int]:
         UserError: a block size that does not divide a matrix.
     """
     counts: Counter[str] = Counter()
+    moments = moments or {}
     tables = _Tables(model.graph)
     rounded = _Rounded(model.graph)
     products, lookups = find_products(model), find_lookups(model)
@@ -46,7 +51,8 @@ def rewrite(model: ir.Model, plan: Mapping[str, Format]) -> dict[str, int]:
     for product in products:
         form = plan.get(product.name)
         if isinstance(form, BlockFormat):
-            replace(product, _block_nodes(product, form, tables))
+            of_rows = moments.get(product.rows.name or "") if form.bits == 4 else None
+            replace(product, _block_nodes(product, form, tables, of_rows))
             counts["MatMulNBits"] += 1
         elif isinstance(form, IntegerFormat):
             replace(product, _integer_nodes(product, form, tables, rounded, product.name in looked_up))
@@ -72,10 +78,10 @@ class _Tables:
         self._blocks: dict[str, Blocks] = {}
         self._values: dict[str, ir.Value] = {}
 
-    def blocks(self, weight: ir.Value, transposed: bool, form: BlockFormat) -> Blocks:
+    def blocks(self, weight: ir.Value, transposed: bool, form: BlockFormat, moments: FloatArray | None = None) -> Blocks:
         name = weight.name or ""
         if name not in self._blocks:
-            self._blocks[name] = to_blocks(_matrix(weight, transposed), form, name)
+            self._blocks[name] = to_blocks(_matrix(weight, transposed), form, name, moments)
         return self._blocks[name]
 
     def value(self, name: str, array: Any) -> ir.Value:
@@ -140,8 +146,8 @@ def _matrix(weight: ir.Value, transposed: bool) -> Any:
     return stored.T if transposed else stored
 
 
-def _block_nodes(product: Product, form: BlockFormat, tables: _Tables) -> list[ir.Node]:
-    blocks = tables.blocks(product.weight, product.transposed, form)
+def _block_nodes(product: Product, form: BlockFormat, tables: _Tables, moments: FloatArray | None) -> list[ir.Node]:
+    blocks = tables.blocks(product.weight, product.transposed, form, moments)
     inputs = [product.rows, tables.value(f"{product.name}.packed", blocks.packed), tables.value(f"{product.name}.scales", blocks.scales)]
     if blocks.zero_points is not None:
         inputs.append(tables.value(f"{product.name}.zero_points", blocks.zero_points))

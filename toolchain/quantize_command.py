@@ -25,7 +25,7 @@ from specstream.toolchain.report import json_option, write_report
 )
 @click.option("--head", metavar="NAME", help="Core ML: scheme of the embedding and the head, or fp16. [default: by --scheme]")
 @click.option("--group-size", type=int, metavar="N", help="Core ML: output channels that share a palette. [default: 16]")
-@click.option("--block-size", type=int, default=32, show_default=True, help="Weights that share a scale, in blocks.")
+@click.option("--block-size", type=int, help="Weights that share a scale, in blocks.  [default: 64 if it divides all, else 32]")
 @click.option("--accuracy-level", type=int, default=4, show_default=True, help="In blocks: 4 rounds activations to 8 bits, 0 does not.")
 @click.option(
     "--calibration",
@@ -45,7 +45,7 @@ def quantize(
     scheme: str,
     head: str | None,
     group_size: int | None,
-    block_size: int,
+    block_size: int | None,
     accuracy_level: int,
     calibration: Path | None,
     limit: int,
@@ -82,7 +82,7 @@ def quantize(
             from specstream.quantize.coreml_schemes import CoreMLOptions
             from specstream.toolchain.coreml_quantize import quantize_package_bundle
 
-            options = CoreMLOptions(scheme, head or "", block_size, 16 if group_size is None else group_size)
+            options = CoreMLOptions(scheme, head or "", 32 if block_size is None else block_size, 16 if group_size is None else group_size)
             report = quantize_package_bundle(
                 bundle, out, options, calibration=calibration, limit=limit, limits=limits, force=force, progress=progress
             )

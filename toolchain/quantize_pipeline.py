@@ -26,10 +26,12 @@ from specstream.toolchain.prompt_rows import PromptRows, read_prompt_rows
 
 if TYPE_CHECKING:
     from specstream.quantize.calibrate import Sample
+    from specstream.quantize.formats import FloatArray
     from specstream.quantize.schemes import Plan, Quantizer, Written
 
 SCRATCH = "scratch"  # inside the temporary folder: texts, their log-probabilities, samples of activations
 MAX_NEW_TOKENS = 48
+LEAST_MOMENTS = 1 << 28  # bytes of moments that are gathered at a time, whatever the weights' size; half of that if it is more
 MIXED_MAX_KL = 0.01  # of a mixed bundle when no limit is given, in nats
 
 
@@ -58,7 +60,7 @@ def quantize_bundle(
     out: Path,
     scheme: str,
     *,
-    block_size: int = 32,
+    block_size: int | None = None,
     accuracy_level: int = 4,
     calibration: Path | None = None,
     limit: int = 24,
@@ -73,8 +75,10 @@ def quantize_bundle(
         source: folder of a bundle with fp32 weights, profile ``ort``.
         out: folder to make.
         scheme: ``int4``, ``int8``, ``w8a8`` or ``mixed``.
-        block_size, accuracy_level: of products in blocks, see :class:`specstream.quantize.formats.BlockFormat`.
-        calibration: JSON lines with ``prompt``; needed by ``w8a8`` and ``mixed``, and for limits and figures of quality.
+        block_size, accuracy_level: of products in blocks, see :class:`specstream.quantize.formats.BlockFormat`; the largest usual block
+            size that divides all products when left out.
+        calibration: JSON lines with ``prompt``; needed by ``w8a8`` and ``mixed``, for limits and figures of quality, and for ``int4`` to
+            make up for errors.
         limit: take the first prompts only.
         limits: what may be lost.
         threads: of the processes that run graphs.
@@ -92,9 +96,9 @@ def quantize_bundle(
     begun = time.monotonic()
     say = progress or (lambda _step: None)
     limits = limits or Limits()
-    from specstream.quantize.schemes import NEEDS_SAMPLES, Options, check_graphs
+    from specstream.quantize.schemes import NEEDS_SAMPLES, TAKES_MOMENTS, Options, check_graphs, usual_block_size
 
-    options = Options(scheme, block_size, accuracy_level)
+    options = Options(scheme, 32 if block_size is None else block_size, accuracy_level)  # complains of others, before anything is read
     if calibration is None:
         if scheme in NEEDS_SAMPLES:
             raise UserError(f"scheme {scheme} needs --calibration FILE: JSON lines with prompts like those the bundle will see")
@@ -103,22 +107,28 @@ def quantize_bundle(
     asked = read_prompt_rows(calibration, limit, "--calibration") if calibration is not None else None
     bundle = Bundle.load(source)
     graphs = _graphs(bundle)
+    if block_size is None:
+        options = dataclasses.replace(options, block_size=usual_block_size(bundle.folder, graphs))
     check_graphs(bundle.folder, graphs, options)
     with BundleWriter(out, force=force) as writer:
         writer.reserve(sum(entry.bytes for entry in bundle.manifest.files))
         scratch = writer.path(f"{SCRATCH}/texts").parent
         before: dict[str, Any] | None = None
         samples: dict[str, dict[str, Sample]] | None = None
+        moments: dict[str, Mapping[str, FloatArray]] | None = None
         if asked is not None:
             say("writing texts with the fp32 bundle")
             before = write_reference(bundle.folder, scratch, asked, threads)
         if scheme in NEEDS_SAMPLES:
             say("collecting activations")
             samples = _collect(bundle.folder, scratch)
+        if asked is not None and scheme in TAKES_MOMENTS:
+            say("collecting moments of activations")
+            moments = _collect_moments(bundle.folder, scratch)
         say("quantizing")
         from specstream.quantize.schemes import Quantizer
 
-        quantizer = Quantizer(bundle.folder, graphs, options, samples, bundle.manifest.model.context_length)
+        quantizer = Quantizer(bundle.folder, graphs, options, samples, bundle.manifest.model.context_length, moments)
         for name in _other_files(bundle, graphs):
             shutil.copyfile(bundle.path(name), writer.path(name))
         attempt = _Attempt(bundle, writer, quantizer, scratch, threads, begun)
@@ -148,7 +158,7 @@ def quantize_bundle(
         "bundle_share": bundle_bytes / sum(entry.bytes for entry in bundle.manifest.files),
         "model": bundle.manifest.model.name,
         "scheme": scheme,
-        "block_size": block_size,
+        "block_size": options.block_size,
         "accuracy_level": accuracy_level,
         "products": written.products,
         "packed": written.packed,
@@ -250,6 +260,15 @@ def _collect(folder: Path, scratch: Path) -> dict[str, dict[str, Sample]]:
     rows = scratch / "rows.npz"
     run_module("specstream.quantize.calibrate", str(folder), str(scratch / TEXTS), str(rows))
     return read_samples(rows)
+
+
+def _collect_moments(folder: Path, scratch: Path) -> dict[str, Mapping[str, FloatArray]]:
+    from specstream.quantize.calibrate import read_moments
+    from specstream.toolchain.quantize_quality import TEXTS
+
+    most = max(LEAST_MOMENTS, sum(file.stat().st_size for file in folder.rglob("*.data")) // 2)
+    run_module("specstream.quantize.calibrate", str(folder), str(scratch / TEXTS), str(scratch / "moments"), "--moments", str(most))
+    return read_moments(scratch / "moments")
 
 
 def measure_quality(what: str, bundle: Path, scratch: Path, threads: int | None, *arguments: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from specstream.runtimes.tree import TokenTree, chain
 
 PROMPTS, TEXTS, LOGPROBS = "prompts.json", "texts.json", "logprobs.npy"
 ROW_PROMPTS = 8  # prompts on which rows are compared with other rows beside them
+ROWS_OF_A_CALL = 12  # at most, while tokens per call are counted
 ROW_DEPTH = 8  # rows of a chain in these comparisons
 
 FloatArray = npt.NDArray[np.float32]
@@ -48,7 +49,7 @@ def reference(bundle: Path, folder: Path, threads: int | None = None) -> dict[st
     """Let a bundle answer the prompts in ``folder``; keep token ids and, for each token, log-probabilities float32 [V].
 
     Returns:
-        ``tokens``, ``tokens_per_call``, ``exact_match``, ``perplexity``.
+        ``tokens``, ``tokens_per_call`` (of ``ROWS_OF_A_CALL`` rows), ``exact_match``, ``perplexity``.
     """
     lm = load(bundle, threads=threads, check=False)  # who calls has just read or written it
     asked = json.loads((folder / PROMPTS).read_text(encoding="utf-8"))
@@ -188,7 +189,9 @@ def _with_siblings(tokens: Sequence[int], vocab_size: int) -> tuple[list[int], T
 
 def _answers(lm: LanguageModel, asked: dict[str, Any]) -> list[tuple[list[int], Any]]:
     prompts = [lm.prompt_ids(text) for text in asked["prompts"]]
-    return [(ids, lm.generate(ids, asked["max_new_tokens"])) for ids in prompts]
+    # As many rows for all: an adaptive budget would follow what a scheme's calls cost, and say little of its drafts.
+    rows = min(ROWS_OF_A_CALL, lm.session.max_tree_rows)
+    return [(ids, lm.generate(ids, asked["max_new_tokens"], budget=rows)) for ids in prompts]
 
 
 def _generated(answers: Sequence[tuple[list[int], Any]], completions: Sequence[str | None], lm: LanguageModel) -> dict[str, Any]:

@@ -14,10 +14,11 @@ import pytest
 
 from specstream.export import contract
 from specstream.export.parity import Graph, make_calls
+from specstream.export.passes.pack_projections import pack_projections
 from specstream.export.trace import GRAPH_FILE, STREAMS_FILE, export_graph, export_streams
 from specstream.quantize import schemes
-from specstream.quantize.calibrate import Sample, collect, read_samples
-from specstream.quantize.formats import IntegerFormat
+from specstream.quantize.calibrate import Sample, collect, collect_moments, read_samples
+from specstream.quantize.formats import BlockFormat, Blocks, IntegerFormat, from_blocks
 from specstream.quantize.products import find_products
 from specstream.quantize.schemes import Options, Quantizer
 
@@ -65,6 +66,30 @@ def test_both_graphs_stay_close(scheme: str, most: float, folder: Path, samples:
     # Candidates may change places: the best of each stream is compared.
     best = [draft[contract.STREAM_LOGPROBS][..., 0] for draft in drafts]
     assert np.abs(best[1] - best[0]).max() < 10 * most
+
+
+def test_int4_with_moments_errs_less_in_both_graphs(folder: Path, tmp_path: Path) -> None:
+    """Products of the very inputs that the moments are of, in squares; not all that a network makes of them."""
+    moments: dict[str, dict[str, np.ndarray]] = {graph: {} for graph in GRAPHS}
+    for graph, name, array in collect_moments(folder, TEXTS, 1 << 30):
+        moments[graph][name] = array
+    form = BlockFormat(4, 16)
+    errors: dict[str, list[float]] = {graph: [] for graph in GRAPHS}
+    for number, given in enumerate((None, moments)):
+        out = tmp_path / str(number)
+        out.mkdir()
+        Quantizer(folder, GRAPHS, Options("int4", 16), moments=given).write(out)
+        for graph in GRAPHS:
+            model = ir.load(folder / graph)
+            pack_projections(model)
+            made = {node.inputs[1].name: node for node in ir.load(out / graph).graph if node.op_type == "MatMulNBits"}
+            total = 0.0
+            for product in find_products(model):
+                arrays = [value.const_value.numpy() for value in made[f"{product.name}.packed"].inputs[1:4]]
+                change = from_blocks(Blocks(*arrays), form) - product.matrix()
+                total += float(np.sum(change * (moments[graph][product.rows.name] @ change)))
+            errors[graph].append(total)
+    assert all(compensated < 0.5 * plain for plain, compensated in errors.values())
 
 
 def test_what_is_drawn_does_not_depend_on_the_process(folder: Path, tmp_path: Path) -> None:

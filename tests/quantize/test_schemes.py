@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,23 @@ from onnx import TensorProto, helper, numpy_helper
 
 from specstream.export.passes.pack_projections import pack_projections
 from specstream.models.errors import UserError
-from specstream.quantize.calibrate import Sample, collect, read_samples, write_samples
+from specstream.quantize.calibrate import (
+    KEPT_ROWS,
+    Sample,
+    collect,
+    collect_moments,
+    main,
+    read_moments,
+    read_samples,
+    write_moments,
+    write_samples,
+)
 from specstream.quantize.fit import apply_factors
 from specstream.quantize.formats import BlockFormat, IntegerFormat
 from specstream.quantize.graph_file import WeightFile
 from specstream.quantize.products import find_lookups, find_products
 from specstream.quantize.rewrite import rewrite
-from specstream.quantize.schemes import Options, Quantizer
+from specstream.quantize.schemes import Options, Quantizer, usual_block_size
 from specstream.quantize.smooth import find_groups
 
 from ..runtimes.tiny_bundle import HIDDEN, LAYERS, write_bundle
@@ -252,6 +263,39 @@ def test_samples_round_trip(samples: dict[str, dict[str, Sample]], tmp_path: Pat
         np.testing.assert_array_equal(read["model.onnx"][name].rows, sample.rows)
         assert read["model.onnx"][name].seen == sample.seen
         assert (np.abs(sample.rows).max(axis=0) <= sample.largest).all()
+
+
+@pytest.mark.parametrize("most_bytes", [1, 20_000, 1 << 30])
+def test_moments_are_those_of_all_rows(most_bytes: int, folder: Path, samples: dict[str, dict[str, Sample]], tmp_path: Path) -> None:
+    write_moments(tmp_path / "moments", collect_moments(folder, TEXTS, most_bytes))
+    read = read_moments(tmp_path / "moments")
+    assert read.keys() == samples.keys()
+    assert set(read["model.onnx"]) == set(samples["model.onnx"])
+    for name, sample in samples["model.onnx"].items():
+        assert sample.seen < KEPT_ROWS * 3 // 4  # so it has all rows, before those with the largest entries once more
+        rows = sample.rows[: sample.seen]
+        np.testing.assert_allclose(read["model.onnx"][name], rows.T @ rows / sample.seen, rtol=1e-4, atol=1e-5)
+
+
+def test_moments_from_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.json").write_text(json.dumps([{"prompt": prompt, "continuation": after} for prompt, after in TEXTS]))
+    assert main([str(folder), str(tmp_path / "texts.json"), str(tmp_path / "out"), "--moments", "100000"]) == 0
+    assert all(moments.shape[0] == moments.shape[1] for moments in read_moments(tmp_path / "out")["model.onnx"].values())
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((576, 1536), 64), ((96, 160), 32), ((48,), 16), ((40, 64), 16)])
+def test_usual_block_sizes_divide_where_one_does(sizes: tuple[int, ...], expected: int, tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", [f"x{size}", f"w{size}"], [f"y{size}"]) for size in sizes]
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "products",
+        [info(f"x{size}", TensorProto.FLOAT, [1, size]) for size in sizes],
+        [info(f"y{size}", TensorProto.FLOAT, [1, 32]) for size in sizes],
+        [numpy_helper.from_array(np.ones((size, 32), dtype=np.float32), f"w{size}") for size in sizes],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10), tmp_path / "m.onnx")
+    assert usual_block_size(tmp_path, ["m.onnx"]) == expected
 
 
 def _packed(tmp_path: Path, samples: dict[str, dict[str, Sample]]) -> ir.Model:

@@ -74,6 +74,20 @@ def test_int4_needs_no_prompts(bundle: Path, capfd: pytest.CaptureFixture[str]) 
     assert Bundle.load("out").manifest.quantization.scheme == "int8"
 
 
+def test_int4_makes_up_for_errors_with_prompts(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The default block size is one that divides; the prompts show in the weights and leave nothing else behind."""
+    assert run(["quantize", "fp32", "plain", "--scheme", "int4"]) == 0
+    assert run(["quantize", "fp32", "out", "--scheme", "int4", "--calibration", "prompts.jsonl", "--threads", "1"]) == 0
+    assert "exact match" in capfd.readouterr().out
+    info = Bundle.load("out").manifest.quantization
+    assert info.block_size == 32
+    assert info.quality is not None
+    assert listing(bundle.parent / "out") == listing(bundle.parent / "plain")
+    weights = [Path(folder, "model.onnx.data").read_bytes() for folder in ("plain", "out")]
+    assert len(weights[0]) == len(weights[1])
+    assert weights[0] != weights[1]
+
+
 def test_a_missed_limit_fails_and_writes_nothing(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
     asked = ["--scheme", "int4", "--block-size", "16", "--calibration", "prompts.jsonl", "--max-kl", "1e-9", "--threads", "1"]
     assert run(["quantize", "fp32", "out", *asked]) == 1
