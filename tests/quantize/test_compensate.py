@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specstream.quantize.compensate import DAMPING, _factor
 from specstream.quantize.coreml_formats import Form, Integers, Palette, from_integers, from_palette, to_integers, to_palette
 from specstream.quantize.coreml_moments import Moments, read_moments
 from specstream.quantize.formats import BlockFormat, from_blocks, to_blocks
@@ -63,6 +64,16 @@ def test_inputs_that_are_never_there(form: Form | BlockFormat) -> None:
         found = rounded(form, given)
         assert np.isfinite(found).all()
         assert np.abs(found[:, :5] - MATRIX[:, :5]).max() < 4
+
+
+@pytest.mark.parametrize("size", [1, 96, 97, 300])
+def test_factor_is_of_the_inverse(size: int) -> None:
+    inputs = RANDOM.normal(0, 1, (2 * size, size))
+    moments = (inputs.T @ inputs / len(inputs)).astype(np.float32)
+    factor = _factor(moments)
+    assert np.array_equal(factor, np.triu(factor))
+    damped = moments + DAMPING * np.diag(moments).mean() * np.eye(size)
+    assert np.allclose(factor.T @ factor @ damped, np.eye(size), atol=1e-3)
 
 
 def test_how_many_columns_go_together_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
