@@ -22,8 +22,15 @@ from specstream.runtimes.bundle import Bundle, BundleWriter
 from specstream.runtimes.coreml_import import import_coremltools
 from specstream.runtimes.manifest import MANIFEST_NAME, FileEntry, Manifest, QuantizationInfo
 from specstream.toolchain.export_pipeline import peak_rss_bytes
-from specstream.toolchain.prompt_rows import read_prompt_rows
-from specstream.toolchain.quantize_pipeline import SCRATCH, Limits, children_peak, measure_quality, run_module, write_reference
+from specstream.toolchain.quantize_pipeline import (
+    SCRATCH,
+    Limits,
+    children_peak,
+    measure_quality,
+    read_prompt_files,
+    run_module,
+    write_reference,
+)
 
 COMPENSATED = ("int4", "palette4", "palette6")  # schemes whose errors are made up for when there are texts; 8 bits have none to speak of
 ROW_PROMPTS = 2  # prompts on which rows are compared: it takes two calls for each token
@@ -35,6 +42,7 @@ def quantize_package_bundle(
     options: CoreMLOptions,
     *,
     calibration: Path | None = None,
+    held_out: Path | None = None,
     limit: int = 24,
     limits: Limits | None = None,
     force: bool = False,
@@ -47,7 +55,7 @@ def quantize_package_bundle(
         out: folder to make.
         options: the scheme and its settings.
         calibration: JSON lines with ``prompt``: for figures of quality, limits, and to make up for rounding errors.
-        limit, limits, force, progress: as for :func:`specstream.toolchain.quantize_pipeline.quantize_bundle`.
+        held_out, limit, limits, force, progress: as for :func:`specstream.toolchain.quantize_pipeline.quantize_bundle`.
 
     Returns:
         The report, with the keys of :func:`specstream.toolchain.quantize_pipeline.quantize_bundle`, without ``packed`` and
@@ -61,9 +69,7 @@ def quantize_package_bundle(
     begun = time.monotonic()
     say = progress or (lambda _step: None)
     limits = limits or Limits()
-    if calibration is None and limits != Limits():
-        raise UserError("a limit needs --calibration FILE: JSON lines with prompts to compare on")
-    asked = read_prompt_rows(calibration, limit, "--calibration") if calibration is not None else None
+    asked, others = read_prompt_files(calibration, held_out, limit, limits)
     import_coremltools()
     bundle = Bundle.load(source)
     scheme = bundle.manifest.quantization.scheme
@@ -90,10 +96,14 @@ def quantize_package_bundle(
             if not entry.path.startswith(f"{bundle.manifest.graph}/"):
                 shutil.copyfile(bundle.path(entry.path), writer.path(entry.path))
         quality: dict[str, Any] | None = None
+        if others is not None:
+            say("writing held-out texts with the fp16 bundle")
+            before = write_reference(bundle.folder, scratch, others, None)
         if before is not None:
             say("comparing with the fp16 bundle")
             _write_manifest(writer.folder, scratch, _manifest(bundle.manifest, options, written, None))
             quality = measure_quality("compare", writer.folder, scratch, None, "--row-prompts", str(ROW_PROMPTS))
+            quality["held_out"] = others is not None
             if missed := limits.missed(quality, "fp16"):
                 raise CheckFailed(f"{options.scheme}: {'; '.join(missed)}; nothing was written")
         shutil.rmtree(scratch)
@@ -119,6 +129,7 @@ def quantize_package_bundle(
         "quality": quality,
         "reference": before,
         "calibration": None if calibration is None else str(calibration),
+        "held_out": None if held_out is None else str(held_out),
     }
 
 

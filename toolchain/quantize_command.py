@@ -31,9 +31,10 @@ from specstream.toolchain.report import json_option, write_report
     "--calibration",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='JSON lines with "prompt", like those to come: for scales (w8a8, mixed), better rounding (Core ML) and figures of quality.',
+    help='JSON lines with "prompt", like those to come: for scales (w8a8, mixed), better rounding (int4, Core ML) and figures of quality.',
 )
-@click.option("--limit", type=click.IntRange(min=1), default=24, show_default=True, help="Take the first prompts only.")
+@click.option("--held-out", type=click.Path(path_type=Path), metavar="FILE", help="Prompts to compare on. [default: --calibration's]")
+@click.option("--limit", type=click.IntRange(min=1), default=24, show_default=True, help="Take each file's first prompts only.")
 @click.option("--max-kl", type=click.FloatRange(min=0), metavar="NATS", help="Fail when the mean KL from BUNDLE is larger.")
 @click.option("--max-flips", type=click.FloatRange(min=0, max=1), metavar="SHARE", help="Fail when siblings' rows change more argmaxes.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of ONNX Runtime. [default: all usable cores]")
@@ -48,6 +49,7 @@ def quantize(
     block_size: int | None,
     accuracy_level: int,
     calibration: Path | None,
+    held_out: Path | None,
     limit: int,
     max_kl: float | None,
     max_flips: float | None,
@@ -57,9 +59,9 @@ def quantize(
 ) -> None:
     """Round the weights of the bundle in the folder BUNDLE to fewer bits, into the new bundle OUT.
 
-    int4 is the smallest and decodes single tokens fastest; w8a8 makes a call with many rows hardly dearer than one with one row, which
-    is what speculation lives from. With --calibration the result is loaded in a fresh process and compared with BUNDLE on the texts
-    that BUNDLE answers these prompts with.
+    int4 is the smallest and decodes single tokens fastest; with --calibration its rounding errors are made up for. w8a8 makes a call
+    with many rows hardly dearer than one with one row, which is what speculation lives from. With --calibration or --held-out the result
+    is loaded in a fresh process and compared with BUNDLE on the texts that BUNDLE answers these prompts with.
 
     Of a Core ML bundle, palette4 is the smallest that every processor of a device computes right; with --calibration its rounding
     errors are made up for. Off a Mac the texts come from the reference evaluator, about a second a call: take few prompts (--limit).
@@ -67,6 +69,7 @@ def quantize(
     \b
     Example:
       specstream quantize sql-bundle sql-w8a8 --scheme w8a8 --calibration prompts.jsonl --max-kl 0.02
+      specstream quantize sql-bundle sql-int4 --scheme int4 --calibration prompts.jsonl --held-out others.jsonl
       specstream quantize sql-coreml sql-palette --scheme palette4 --calibration prompts.jsonl --limit 8
     """
     from specstream.runtimes.bundle import Bundle
@@ -84,7 +87,15 @@ def quantize(
 
             options = CoreMLOptions(scheme, head or "", 32 if block_size is None else block_size, 16 if group_size is None else group_size)
             report = quantize_package_bundle(
-                bundle, out, options, calibration=calibration, limit=limit, limits=limits, force=force, progress=progress
+                bundle,
+                out,
+                options,
+                calibration=calibration,
+                held_out=held_out,
+                limit=limit,
+                limits=limits,
+                force=force,
+                progress=progress,
             )
         else:
             require("export")
@@ -95,6 +106,7 @@ def quantize(
                 block_size=block_size,
                 accuracy_level=accuracy_level,
                 calibration=calibration,
+                held_out=held_out,
                 limit=limit,
                 limits=limits,
                 threads=threads,
@@ -134,7 +146,8 @@ def _print(quality: Mapping[str, Any], before: Mapping[str, Any], scheme: str, o
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    table = Table(title=f"{scheme} beside {original}, {quality['tokens']} tokens that {original} wrote")
+    prompts = "held-out" if quality["held_out"] else "calibration's"
+    table = Table(title=f"{scheme} beside {original}: {quality['tokens']} tokens of {prompts} prompts")
     for column in ("", original, scheme):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("perplexity", show(before["perplexity"], ".4f"), show(quality["perplexity"], ".4f"))

@@ -63,6 +63,7 @@ def quantize_bundle(
     block_size: int | None = None,
     accuracy_level: int = 4,
     calibration: Path | None = None,
+    held_out: Path | None = None,
     limit: int = 24,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -79,7 +80,8 @@ def quantize_bundle(
             size that divides all products when left out.
         calibration: JSON lines with ``prompt``; needed by ``w8a8`` and ``mixed``, for limits and figures of quality, and for ``int4`` to
             make up for errors.
-        limit: take the first prompts only.
+        held_out: JSON lines with ``prompt``, to compare on in place of those; what rounding was fitted to flatters it a little.
+        limit: take the first prompts only, of each file.
         limits: what may be lost.
         threads: of the processes that run graphs.
         force: replace ``out`` when it is a bundle already.
@@ -87,7 +89,7 @@ def quantize_bundle(
 
     Returns:
         The report: ``seconds``, ``peak_rss_bytes`` (of the largest process), ``weight_bytes``, ``bundle_bytes``, ``bundle_share`` (of the
-        original's), ``scheme``, ``products``, ``packed``, ``rows_independent``, ``quality`` and ``reference`` (None without calibration).
+        original's), ``scheme``, ``products``, ``packed``, ``rows_independent``, ``quality`` and ``reference`` (None without prompts).
 
     Raises:
         UserError: bad input.
@@ -99,12 +101,9 @@ def quantize_bundle(
     from specstream.quantize.schemes import NEEDS_SAMPLES, TAKES_MOMENTS, Options, check_graphs, usual_block_size
 
     options = Options(scheme, 32 if block_size is None else block_size, accuracy_level)  # complains of others, before anything is read
-    if calibration is None:
-        if scheme in NEEDS_SAMPLES:
-            raise UserError(f"scheme {scheme} needs --calibration FILE: JSON lines with prompts like those the bundle will see")
-        if limits != Limits():
-            raise UserError("a limit needs --calibration FILE: JSON lines with prompts to compare on")
-    asked = read_prompt_rows(calibration, limit, "--calibration") if calibration is not None else None
+    if calibration is None and scheme in NEEDS_SAMPLES:
+        raise UserError(f"scheme {scheme} needs --calibration FILE: JSON lines with prompts like those the bundle will see")
+    asked, others = read_prompt_files(calibration, held_out, limit, limits)
     bundle = Bundle.load(source)
     graphs = _graphs(bundle)
     if block_size is None:
@@ -141,9 +140,12 @@ def quantize_bundle(
             plans = quantizer.plans()
         written = attempt.write(plans)
         quality: dict[str, Any] | None = None
+        if others is not None:
+            say("writing held-out texts with the fp32 bundle")
+            before = write_reference(bundle.folder, scratch, others, threads)
         if before is not None:
             say("comparing with the fp32 bundle")
-            quality = attempt.compare()
+            quality = {**attempt.compare(), "held_out": others is not None}
             if missed := limits.missed(quality):
                 raise CheckFailed(f"{scheme}: {'; '.join(missed)}; nothing was written")
         shutil.rmtree(scratch)
@@ -166,7 +168,24 @@ def quantize_bundle(
         "quality": quality,
         "reference": before,
         "calibration": None if calibration is None else str(calibration),
+        "held_out": None if held_out is None else str(held_out),
     }
+
+
+def read_prompt_files(
+    calibration: Path | None, held_out: Path | None, limit: int, limits: Limits
+) -> tuple[PromptRows | None, PromptRows | None]:
+    """Prompts to calibrate with and others to compare on, as far as there are any.
+
+    Raises:
+        UserError: a file that holds no prompts, the same file twice, a limit without prompts to compare on.
+    """
+    if calibration is None and held_out is None and limits != Limits():
+        raise UserError("a limit needs --held-out or --calibration FILE: JSON lines with prompts to compare on")
+    if calibration is not None and held_out is not None and held_out.exists() and calibration.exists() and held_out.samefile(calibration):
+        raise UserError(f"--held-out {held_out}: the file of --calibration; give other prompts, or leave it out")
+    asked = read_prompt_rows(calibration, limit, "--calibration") if calibration is not None else None
+    return asked, read_prompt_rows(held_out, limit, "--held-out") if held_out is not None else None
 
 
 @dataclass

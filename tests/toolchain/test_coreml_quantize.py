@@ -129,8 +129,9 @@ def test_a_missed_limit_fails_and_writes_nothing(bundle: Path, capfd: pytest.Cap
         (["--scheme", "int4", "--accuracy-level", "4"], "--accuracy-level: fp16 is a Core ML bundle"),
         (["--scheme", "int4"], "block size 32 does not divide the 48 inputs"),
         (["--scheme", "palette4"], "group size 16 does not divide the 97 outputs"),
-        (["--scheme", "int8", "--max-kl", "1"], "a limit needs --calibration FILE"),
+        (["--scheme", "int8", "--max-kl", "1"], "a limit needs --held-out or --calibration FILE"),
         (["--scheme", "int8", "--calibration", "missing.jsonl"], "missing.jsonl"),
+        (["--scheme", "int8", "--held-out", "missing.jsonl"], "--held-out missing.jsonl"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

@@ -77,11 +77,17 @@ def test_int4_needs_no_prompts(bundle: Path, capfd: pytest.CaptureFixture[str]) 
 def test_int4_makes_up_for_errors_with_prompts(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The default block size is one that divides; the prompts show in the weights and leave nothing else behind."""
     assert run(["quantize", "fp32", "plain", "--scheme", "int4"]) == 0
-    assert run(["quantize", "fp32", "out", "--scheme", "int4", "--calibration", "prompts.jsonl", "--threads", "1"]) == 0
-    assert "exact match" in capfd.readouterr().out
-    info = Bundle.load("out").manifest.quantization
-    assert info.block_size == 32
-    assert info.quality is not None
+    Path("others.jsonl").write_text('{"prompt": "a cat on a mat", "completion": "sat"}')
+    asked = ["--scheme", "int4", "--calibration", "prompts.jsonl", "--threads", "1", "--json", "r.json"]
+    assert run(["quantize", "fp32", "out", *asked]) == 0
+    assert "16 tokens of calibration's prompts" in capfd.readouterr().out
+    assert run(["quantize", "fp32", "other", *asked, "--held-out", "others.jsonl"]) == 0
+    assert "8 tokens of held-out prompts" in capfd.readouterr().out
+    infos = [Bundle.load(name).manifest.quantization for name in ("out", "other")]
+    assert [info.block_size for info in infos] == [32, 32]
+    assert [info.quality and (info.quality["held_out"], info.quality["tokens"]) for info in infos] == [(False, 16), (True, 8)]
+    assert json.loads(Path("r.json").read_text())["held_out"] == "others.jsonl"
+    assert Path("out/model.onnx.data").read_bytes() == Path("other/model.onnx.data").read_bytes()
     assert listing(bundle.parent / "out") == listing(bundle.parent / "plain")
     weights = [Path(folder, "model.onnx.data").read_bytes() for folder in ("plain", "out")]
     assert len(weights[0]) == len(weights[1])
@@ -105,7 +111,9 @@ def test_a_missed_limit_fails_and_writes_nothing(bundle: Path, capfd: pytest.Cap
         (["--scheme", "int4", "--block-size", "64"], "block size 64 does not divide the 32 inputs of"),
         (["--scheme", "int4", "--accuracy-level", "3"], "accuracy level 3 is not one of"),
         (["--scheme", "w8a8"], "scheme w8a8 needs --calibration FILE"),
-        (["--scheme", "int4", "--max-kl", "0.1"], "a limit needs --calibration FILE"),
+        (["--scheme", "int4", "--max-kl", "0.1"], "a limit needs --held-out or --calibration FILE"),
+        (["--scheme", "int4", "--held-out", "nowhere.jsonl"], "--held-out nowhere.jsonl: No such file"),
+        (["--scheme", "w8a8", "--calibration", "prompts.jsonl", "--held-out", "prompts.jsonl"], "the file of --calibration; give other"),
         (["--scheme", "w8a8", "--calibration", "nowhere.jsonl"], "--calibration nowhere.jsonl: No such file"),
         (["--scheme", "w8a8", "--calibration", "empty.jsonl"], "empty.jsonl: no prompts"),
         (["--scheme", "w8a8", "--calibration", "other.jsonl"], 'other.jsonl, line 2: an object with a text "prompt" was expected'),
