@@ -172,13 +172,10 @@ class Quantizer:
 
     def _load(self, graph: str, smoothed: bool = True) -> ir.Model:
         model = ir.load(self.folder / graph)
-        self._pack(model)
+        pack_projections(model)
         if smoothed:
             apply_factors(model, self.factors.get(graph, {}))
         return model
-
-    def _pack(self, model: ir.Model) -> int:
-        return pack_projections(model, mlp=self.options.scheme not in NEEDS_SAMPLES)
 
     def plans(self, raised: int = 0) -> dict[str, Plan]:
         """A format for each product and lookup of each graph.
@@ -236,7 +233,7 @@ class Quantizer:
         with WeightFile(out / f"{self.graphs[0]}.data") as weights:
             for graph in self.graphs:
                 model = ir.load(self.folder / graph)
-                packed += self._pack(model)
+                packed += pack_projections(model)
                 apply_factors(model, self.factors.get(graph, {}))
                 counts.update(rewrite(model, plans[graph], (self.moments or {}).get(graph)))
                 counts["fp32"] += len(find_products(model))

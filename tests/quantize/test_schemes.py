@@ -100,13 +100,11 @@ def saved(model: ir.Model, folder: Path, name: str) -> Path:
 # Structure
 
 
-def test_packing_changes_no_result(tmp_path: Path) -> None:
+def test_gate_and_up_stay_apart(tmp_path: Path) -> None:
     small_graph(tmp_path / "a.onnx")
     model = ir.load(tmp_path / "a.onnx")
-    assert pack_projections(model) == 1
-    assert "mlp.gate_up_proj.weight" in model.graph.initializers
     assert pack_projections(model) == 0
-    np.testing.assert_allclose(run(saved(model, tmp_path, "b"), [1, 2, 49]), run(tmp_path / "a.onnx", [1, 2, 49]), atol=1e-5)
+    assert "mlp.gate_proj.weight" in model.graph.initializers
 
 
 def test_packing_takes_biases_along_and_leaves_updates_alone(tmp_path: Path) -> None:
