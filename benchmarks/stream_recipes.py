@@ -29,9 +29,11 @@ from specstream.toolchain.report import json_option, write_report
 from specstream.toolchain.train_pipeline import train_adapter
 from specstream.toolchain.zoo import resolve_adapter
 
-BASE = TrainOptions(mode="lossless", num_streams=8, entry_rank=16, kept_rows=1 << 20, precision="fp32", log_every=5)
+BASE = TrainOptions(
+    mode="lossless", num_streams=8, entry_rank=16, stream_weighting="decay", kept_rows=1 << 20, precision="fp32", log_every=5
+)
 RECIPES: dict[str, dict[str, Any]] = {
-    "as the default": {},
+    "base": {},
     "4 layers": {"stream_layers": 4},
     "6 layers": {"stream_layers": 6},
     "15 layers": {"stream_layers": 15},
