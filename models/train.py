@@ -63,8 +63,8 @@ class TrainOptions:
         stream_decay: weight of stream j is ``stream_weight * decay ** (j - 1)``.
         stream_weight: see above; in ``shared`` it is reached over the first half of the run, since large stream losses from
             the first step on wreck a small model's main stream.
-        stream_weighting: ``decay``: the weights above; ``chance``: times the chance that the streams before were right, row by row
-            (see :func:`specstream.models.loss.stream_sums`).
+        stream_weighting: ``chance``: the weights above times the chance that the streams before were right, row by row (see
+            :func:`specstream.models.loss.stream_sums`); ``decay``: the weights alone.
         targets: ``model``: the model's own distribution; ``reference``: the tokens of the rows (the papers).
         segment: anchors a row whose streams are in memory at once.
         placement, correction_rank, pair_rank: see :class:`StreamConfig`; the ranks count for delayed placement only.
@@ -96,7 +96,7 @@ class TrainOptions:
     draft_vocab_size: int = 8192
     stream_decay: float = 0.85
     stream_weight: float | None = None  # 1.0 on a frozen base, 0.1 in shared mode (the papers' value)
-    stream_weighting: Literal["decay", "chance"] = "decay"
+    stream_weighting: Literal["decay", "chance"] = "chance"
     targets: Targets = "model"
     segment: int = 64
     precision: Literal["auto", "bf16", "fp32"] = "auto"

@@ -60,10 +60,10 @@ from specstream.toolchain.report import json_option, write_report
 @click.option("--stream-decay", type=float, default=0.85, show_default=True, help="Loss weight of stream j+1 relative to stream j.")
 @click.option(
     "--stream-weighting",
-    type=click.Choice(["decay", "chance"]),
-    default="decay",
+    type=click.Choice(["chance", "decay"]),
+    default="chance",
     show_default=True,
-    help="Loss weights by stream alone, or times the chance that the streams before were right.",
+    help="Loss weights by stream, times the chance that the streams before were right, or alone.",
 )
 @click.option("--stream-weight", type=float, help="Loss weight of stream 1.  [default: 1, in shared mode 0.1]")
 @click.option(
