@@ -25,7 +25,11 @@ from specstream.toolchain.report import json_option, write_report
 )
 @click.option("--head", metavar="NAME", help="Core ML: scheme of the embedding and the head, or fp16. [default: by --scheme]")
 @click.option("--group-size", type=int, metavar="N", help="Core ML: output channels that share a palette. [default: 16]")
-@click.option("--block-size", type=int, help="Weights that share a scale, in blocks.  [default: 64 if it divides all, else 32]")
+@click.option(
+    "--block-size",
+    type=int,
+    help="Weights that share a scale, in blocks.  [default: the first of 64, 32 and 16 that divides all matrices; Core ML: 32]",
+)
 @click.option("--accuracy-level", type=int, default=4, show_default=True, help="In blocks: 4 rounds activations to 8 bits, 0 does not.")
 @click.option(
     "--calibration",
