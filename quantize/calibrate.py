@@ -1,11 +1,12 @@
 """What goes into a graph's products, caught while the unquantized graphs of a bundle run on token sequences: rows of activations, or
-their second moments.
+their second moments; and how large keys and values of the cache become.
 
 Knows graph contract v1 and, where a bundle has them, its graph of delayed streams; nothing of text or of schemes. In a process of
 its own, so that the runtime's copy of the weights is gone when quantizing begins:
 
     python -m specstream.quantize.calibrate FOLDER texts.json rows.npz
     python -m specstream.quantize.calibrate FOLDER texts.json moments --moments 500000000
+    python -m specstream.quantize.calibrate FOLDER texts.json cache.npy --cache
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ class _Runner:
         self.main = _Graph(folder / MAIN_GRAPH)
         self.streams = _Graph(folder / STREAM_GRAPH) if (folder / STREAM_GRAPH).is_file() else None
         self.graphs = {MAIN_GRAPH: self.main} | ({} if self.streams is None else {STREAM_GRAPH: self.streams})
+        self.cache: dict[str, Array] = {}  # as the call that was just seen left it, rows of streams behind the main rows among it
 
     def width(self, graph: str, name: str) -> int:
         """K of a value that products of a graph read."""
@@ -156,6 +158,7 @@ class _Runner:
         capacity = max(len(prompt) + len(continuation) for prompt, continuation in texts) + gamma * (CHUNK // EVERY + 1)
         shape = (1, kv_heads, capacity, head_dim)
         cache = {name: np.zeros(shape, dtype=np.float32) for name in main.shapes if name.startswith("past_key_values.")}
+        self.cache = cache
         for prompt, continuation in texts:
             tokens = [*prompt, *continuation]
             for past in range(0, len(tokens), CHUNK):
@@ -254,6 +257,31 @@ def _add_moments(runner: _Runner, texts: Texts, sums: Mapping[tuple[str, str], F
     return counts
 
 
+def collect_cache(folder: Path, texts: Texts) -> FloatArray:
+    """Largest magnitude of each channel of keys and values, over the texts' rows and their streams'.
+
+    Args:
+        folder, texts: as for :func:`collect`.
+
+    Returns:
+        float32 [layers, 2, kv_heads, head_dim], keys before values.
+    """
+    runner = _Runner(folder)
+    _, kv_heads, _, head_dim = runner.main.shapes[contract.past_key(0)]
+    count = sum(name.startswith("past_key_values.") for name in runner.main.shapes) // 2
+    largest = np.zeros((count, 2, kv_heads, head_dim), dtype=np.float32)
+
+    def seen(graph: str, _outputs: Mapping[str, Array]) -> None:
+        for layer in range(count):
+            for which, name in enumerate((contract.past_key(layer), contract.past_value(layer))):
+                if name in runner.graphs[graph].shapes:
+                    magnitude = np.abs(runner.cache[name][0]).max(axis=1)
+                    np.maximum(largest[layer, which], magnitude, out=largest[layer, which])
+
+    runner.run(texts, seen)
+    return largest
+
+
 def _as_rows(array: Array) -> FloatArray:
     rows: FloatArray = array.reshape(-1, array.shape[-1])
     return rows
@@ -335,11 +363,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m specstream.quantize.calibrate", description="Catch inputs of a graph's products.")
     parser.add_argument("folder", type=Path, help="bundle of fp32 graphs")
     parser.add_argument("texts", type=Path, help='JSON: a list of {"prompt": [ids], "continuation": [ids]}')
-    parser.add_argument("out", type=Path, help=".npz to write, or with --moments a folder")
+    parser.add_argument("out", type=Path, help=".npz to write; with --moments a folder, with --cache an .npy")
     parser.add_argument("--moments", type=int, metavar="BYTES", help="second moments in place of rows, as many bytes of them at a time")
+    parser.add_argument("--cache", action="store_true", help="how large the cache's channels become, in place of rows")
     given = parser.parse_args(arguments)
     texts = [(text["prompt"], text["continuation"]) for text in json.loads(given.texts.read_text(encoding="utf-8"))]
-    if given.moments is None:
+    if given.cache:
+        np.save(given.out, collect_cache(given.folder, texts))
+    elif given.moments is None:
         write_samples(given.out, collect(given.folder, texts))
     else:
         write_moments(given.out, collect_moments(given.folder, texts, given.moments))

@@ -23,6 +23,7 @@ import onnx_ir as ir
 from specstream.export.passes.pack_projections import pack_projections
 from specstream.export.passes.packed_attention import fuse_packed_attention
 from specstream.models.errors import UserError
+from specstream.quantize.cache import round_cache
 from specstream.quantize.calibrate import Sample
 from specstream.quantize.fit import Fit, apply_factors, choose, find_factors, fit
 from specstream.quantize.formats import BlockFormat, FloatArray, Format
@@ -130,6 +131,7 @@ class Quantizer:
         context: positions that the model can have; 0: attention stays as it is.
         samples: what :func:`specstream.quantize.calibrate.collect` found, by graph; schemes with 8-bit activations need it.
         moments: what :func:`specstream.quantize.calibrate.collect_moments` found, by graph; 4-bit blocks are better with it.
+        cache: what :func:`specstream.quantize.calibrate.collect_cache` found: the cache becomes 8-bit integers. Left out, it stays float32.
 
     Raises:
         UserError: as :func:`check_graphs`.
@@ -141,6 +143,7 @@ class Quantizer:
     samples: Mapping[str, Mapping[str, Sample]] | None = None
     context: int = 0
     moments: Mapping[str, Mapping[str, FloatArray]] | None = None
+    cache: FloatArray | None = None
     factors: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
     fits: dict[str, dict[str, Fit]] = field(default_factory=dict)
 
@@ -239,6 +242,8 @@ class Quantizer:
                 counts["fp32"] += len(find_products(model))
                 tables = tables or int(TABLES_SHARE * weight_bytes(model))
                 fuse_packed_attention(model, self.context, tables)
+                if self.cache is not None:
+                    round_cache(model, self.cache)
                 weights.save(model, out / graph)
         return Written({kind: count for kind, count in counts.items() if count}, weights.nbytes, packed)
 

@@ -173,7 +173,7 @@ class LanguageModel:
             sampling = None
         if isinstance(self.session, OrtSession):
             # Plain decoding as such is left at its fastest; within speculation, plain calls round as the others do.
-            self.session.pad_single = self.manifest.quantization.rounds_activations and not isinstance(drafter, NoDrafter)
+            self.session.pad_single = self.manifest.rounds_activations and not isinstance(drafter, NoDrafter)
         rows = self._adaptive(drafter) if budget == "adaptive" else budget
         start = time.perf_counter()
         prompt_ids = self.prompt_ids(prompt, raw)
@@ -283,7 +283,9 @@ class LanguageModel:
         """The controller of this drafter's kind: what it has learned of earlier texts stays."""
         streams = drafter.uses_streams and self.session.num_streams > 0
         if streams not in self._controllers:
-            costs = self.profile.costs if self.profile is not None else prior_costs(self.manifest.quantization.scheme)
+            manifest = self.manifest
+            usual = prior_costs(manifest.quantization.scheme, manifest.contract.cache_dtype)
+            costs = self.profile.costs if self.profile is not None else usual
             at_least = 2 if isinstance(self.session, OrtSession) and self.session.pad_single else 1
             self._controllers[streams] = AdaptiveBudget(costs, DEFAULT_BUDGET, streams, at_least)
         controller = self._controllers[streams]

@@ -7,7 +7,7 @@ import json
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from specstream.export.contract import CONTRACT_VERSION
 from specstream.export.coreml_contract import CoreMLContract
@@ -16,6 +16,7 @@ from specstream.models.errors import UserError
 
 BUNDLE_FORMAT = 1
 MANIFEST_NAME = "specstream.json"
+CACHE_WIDTHS: Final = {"float32": 4, "float16": 2, "int8": 1}  # bytes of a number in the cache, by its type
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,6 @@ class QuantizationInfo:
     head: str | None = None
     group_size: int | None = None
 
-    @property
-    def rounds_activations(self) -> bool:
-        """Whether activations have 8 bits somewhere: kernels for one row and for several then give other roundings."""
-        return self.scheme in ("w8a8", "mixed") or self.accuracy_level == 4
-
 
 @dataclass(frozen=True)
 class TokenizerInfo:
@@ -192,6 +188,12 @@ class Manifest:
     package: PackageInfo | None = None
     files: tuple[FileEntry, ...] = ()
     format: int = BUNDLE_FORMAT
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether activations, or keys and values, have 8 bits somewhere: kernels for one row and for several then give other roundings."""
+        scheme, level = self.quantization.scheme, self.quantization.accuracy_level
+        return scheme in ("w8a8", "mixed") or level == 4 or self.contract.cache_dtype == "int8"
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"

@@ -28,6 +28,7 @@ from specstream.runtimes.tree import FloatArray
 Sizes = dict[str, dict[int, int]]  # of a graph's value, by name and axis
 
 FIRST_ALLOCATION = 512  # rows of cache at the start when no capacity is asked for; it doubles from there
+CACHE_TYPES: Final = {"float32": "tensor(float)", "int8": "tensor(int8)"}  # NumPy's name: ONNX Runtime's
 _KEPT_ROWS: Final = 32  # calls of more rows (prompts) are bound anew each time
 
 
@@ -64,8 +65,9 @@ class OrtSession:
             raise UserError(f"threads: {threads} given, 1 or more expected")
         if capacity is not None and not 1 <= capacity <= model.context_length:
             raise UserError(f"capacity: {capacity} given, 1 to {model.context_length} (the model's context) expected")
-        if bundle.manifest.contract.cache_dtype != "float32":
-            raise UserError(f"{bundle.folder}: a {bundle.manifest.contract.cache_dtype} cache; this specstream runs float32")
+        cache_dtype = bundle.manifest.contract.cache_dtype
+        if cache_dtype not in CACHE_TYPES:
+            raise UserError(f"{bundle.folder}: a {cache_dtype} cache; this specstream runs {' and '.join(CACHE_TYPES)}")
         if bundle.manifest.quantization.requires is not None and saturates():
             raise UserError(
                 f"{bundle.folder}: its {bundle.manifest.quantization.scheme} weights need a processor with VNNI, which this one lacks: "
@@ -85,6 +87,7 @@ class OrtSession:
         self._layers = model.num_layers
         self._hidden = model.hidden_size
         self._cache_shape = (model.num_kv_heads, model.head_dim)
+        self._cache_dtype = cache_dtype
         self._session = _load_graph(bundle, bundle.manifest.graph, self.threads)
         self._draft_session: ort.InferenceSession | None = None
         self._first_draft_layer = model.num_layers - (streams.stream_layers if streams else 0)
@@ -187,7 +190,7 @@ class OrtSession:
     def _allocate(self, rows: int) -> None:
         heads, head_dim = self._cache_shape
         # Zeros, not empty: rows that no mask lets through still meet a product with 0 in some kernels, and 0 · NaN is NaN.
-        self.cache: FloatArray = np.zeros((self._layers, 2, 1, heads, rows, head_dim), dtype=np.float32)
+        self.cache: npt.NDArray[Any] = np.zeros((self._layers, 2, 1, heads, rows, head_dim), dtype=self._cache_dtype)
         self._calls: dict[tuple[int, int, int, bool], _Bound] = {}
         self._draft_pass = None
 
@@ -297,6 +300,8 @@ class OrtSession:
         problems = []
         for kind, expected, found in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
             shapes = {value.name: value.shape for value in found}
+            others = [v for v in found if v.name.startswith(("past_key_values.", "present.")) and v.type != CACHE_TYPES[self._cache_dtype]]
+            problems += [f"{kind} {v.name} is {v.type} ({CACHE_TYPES[self._cache_dtype]} expected)" for v in others]
             problems += [f"no {kind} {name}" for name in expected if name not in shapes]
             problems += [f"unexpected {kind} {name}" for name in shapes if name not in expected and kind == "input"]
             for name, sizes in expected.items():

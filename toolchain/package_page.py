@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from specstream.runtimes.golden import Golden
-from specstream.runtimes.manifest import Manifest
+from specstream.runtimes.manifest import CACHE_WIDTHS, Manifest
 
 PAGE_FILE: Final = "README.md"
 
@@ -50,7 +50,7 @@ def page(manifest: Manifest, golden: Golden, files: Iterable[str]) -> str:
     if target == "linux-arm64":
         parts.append(_linux())
     elif target == "android":
-        parts.append(_android())
+        parts.append(_android(manifest.contract.cache_dtype))
     else:
         parts.append(_ios(manifest))
     parts += [_loop(golden, target == "ios"), _checking(golden, target == "ios"), _licences()]
@@ -101,7 +101,7 @@ def _files(manifest: Manifest, files: set[str]) -> str:
 
 
 def _numbers(manifest: Manifest, golden: Golden) -> str:
-    width = 2 if manifest.contract.cache_dtype == "float16" else 4
+    width = CACHE_WIDTHS[manifest.contract.cache_dtype]
     row = golden.num_layers * 2 * golden.num_kv_heads * golden.head_dim * width
     sizes = (golden.num_layers, golden.num_kv_heads, golden.head_dim, golden.hidden_size, f"{golden.vocab_size:,}")
     streams = (golden.num_streams, golden.stream_layers, golden.top_k, golden.placement or "none")
@@ -128,7 +128,7 @@ def _linux() -> str:
     )
 
 
-def _android() -> str:
+def _android(cache_dtype: str) -> str:
     return (
         "## Load it\n\n"
         + _text(
@@ -145,7 +145,8 @@ def _android() -> str:
         )
         + _item(
             "-",
-            "The cache: for each layer a direct `ByteBuffer` for keys and one for values, an `OnnxTensor` over",
+            "The cache: for each layer a direct `ByteBuffer` for keys and one for values",
+            f"({cache_dtype}, {8 * CACHE_WIDTHS[cache_dtype]} bits a number), an `OnnxTensor` over",
             "each, given to `run` both as",
             "the input `past_key_values.N.*` and as the pinned output `present.N.*`: new rows are written in place, nothing is copied.",
         )

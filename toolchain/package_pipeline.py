@@ -27,7 +27,7 @@ from specstream.runtimes.drafters import Drafter
 from specstream.runtimes.golden import GOLDEN_FILE, Golden, Trace, record, replay
 from specstream.runtimes.joined import PRIOR_WEIGHTS
 from specstream.runtimes.language_model import LanguageModel, open_session, stream_policy
-from specstream.runtimes.manifest import FileEntry, Manifest, PackageInfo, Target
+from specstream.runtimes.manifest import CACHE_WIDTHS, FileEntry, Manifest, PackageInfo, Target
 from specstream.runtimes.ngrams import NGRAM_FILE, NgramTable
 from specstream.runtimes.ort_session import OrtSession
 from specstream.runtimes.profile import bundle_id
@@ -206,7 +206,7 @@ def package_bundle(
 def cache_bytes(manifest: Manifest, rows: int) -> int:
     """Bytes of keys and values of all layers; a Core ML package has its states whole, whatever is used of them."""
     model, coreml = manifest.model, manifest.contract.coreml
-    width = {"float32": 4, "float16": 2, "int8": 1}[manifest.contract.cache_dtype]
+    width = CACHE_WIDTHS[manifest.contract.cache_dtype]
     return model.num_layers * 2 * model.num_kv_heads * model.head_dim * width * (rows if coreml is None else coreml.slots)
 
 
@@ -338,7 +338,7 @@ def _record(bundle: Bundle, rows: int, prompts: Sequence[str]) -> Golden:
     manifest = bundle.manifest
     codec = TextCodec.from_bundle(bundle)
     session = _open(bundle, rows)
-    pad_single = isinstance(session, OrtSession) and manifest.quantization.rounds_activations
+    pad_single = isinstance(session, OrtSession) and manifest.rounds_activations
     if isinstance(session, OrtSession):
         session.pad_single = pad_single  # in plain traces too: then all greedy traces of a prompt have one text
     ngrams = NgramTable.load(bundle.path(NGRAM_FILE), manifest.model.vocab_size) if bundle.has(NGRAM_FILE) else None

@@ -62,6 +62,7 @@ def quantize_bundle(
     *,
     block_size: int | None = None,
     accuracy_level: int = 4,
+    cache: str = "float32",
     calibration: Path | None = None,
     held_out: Path | None = None,
     limit: int = 24,
@@ -78,8 +79,9 @@ def quantize_bundle(
         scheme: ``int4``, ``int8``, ``w8a8`` or ``mixed``.
         block_size, accuracy_level: of products in blocks, see :class:`specstream.quantize.formats.BlockFormat`; the largest usual block
             size that divides all products when left out.
-        calibration: JSON lines with ``prompt``; needed by ``w8a8`` and ``mixed``, for limits and figures of quality, and for ``int4`` to
-            make up for errors.
+        cache: type of the cache's keys and values: ``float32`` or ``int8``.
+        calibration: JSON lines with ``prompt``; needed by ``w8a8`` and ``mixed``, by an int8 cache, for limits and figures of quality, and
+            for ``int4`` to make up for errors.
         held_out: JSON lines with ``prompt``, to compare on in place of those; what rounding was fitted to flatters it a little.
         limit: take the first prompts only, of each file.
         limits: what may be lost.
@@ -103,6 +105,8 @@ def quantize_bundle(
     options = Options(scheme, 32 if block_size is None else block_size, accuracy_level)  # complains of others, before anything is read
     if calibration is None and scheme in NEEDS_SAMPLES:
         raise UserError(f"scheme {scheme} needs --calibration FILE: JSON lines with prompts like those the bundle will see")
+    if calibration is None and cache != "float32":
+        raise UserError(f"--cache {cache} needs --calibration FILE: JSON lines with prompts like those the bundle will see")
     asked, others = read_prompt_files(calibration, held_out, limit, limits)
     bundle = Bundle.load(source)
     graphs = _graphs(bundle)
@@ -115,6 +119,7 @@ def quantize_bundle(
         before: dict[str, Any] | None = None
         samples: dict[str, dict[str, Sample]] | None = None
         moments: dict[str, Mapping[str, FloatArray]] | None = None
+        channels: FloatArray | None = None
         if asked is not None:
             say("writing texts with the fp32 bundle")
             before = write_reference(bundle.folder, scratch, asked, threads)
@@ -124,10 +129,13 @@ def quantize_bundle(
         if asked is not None and scheme in TAKES_MOMENTS:
             say("collecting moments of activations")
             moments = _collect_moments(bundle.folder, scratch)
+        if cache != "float32":
+            say("measuring keys and values")
+            channels = _collect_cache(bundle.folder, scratch)
         say("quantizing")
         from specstream.quantize.schemes import Quantizer
 
-        quantizer = Quantizer(bundle.folder, graphs, options, samples, bundle.manifest.model.context_length, moments)
+        quantizer = Quantizer(bundle.folder, graphs, options, samples, bundle.manifest.model.context_length, moments, channels)
         for name in _other_files(bundle, graphs):
             shutil.copyfile(bundle.path(name), writer.path(name))
         attempt = _Attempt(bundle, writer, quantizer, scratch, threads, begun)
@@ -162,6 +170,7 @@ def quantize_bundle(
         "scheme": scheme,
         "block_size": options.block_size,
         "accuracy_level": accuracy_level,
+        "cache_dtype": cache,
         "products": written.products,
         "packed": written.packed,
         "rows_independent": True,
@@ -233,7 +242,8 @@ class _Attempt:
         tools = self.source.manifest.tools | {
             name: importlib.metadata.version(name) for name in ("specstream-toolchain", "onnx", "onnx-ir", "onnxruntime")
         }
-        return dataclasses.replace(self.source.manifest, quantization=info, tools=tools, verified=None, files=())
+        held = dataclasses.replace(self.source.manifest.contract, cache_dtype="float32" if self.quantizer.cache is None else "int8")
+        return dataclasses.replace(self.source.manifest, contract=held, quantization=info, tools=tools, verified=None, files=())
 
 
 def _graphs(bundle: Bundle) -> list[str]:
@@ -288,6 +298,17 @@ def _collect_moments(folder: Path, scratch: Path) -> dict[str, Mapping[str, Floa
     most = max(LEAST_MOMENTS, sum(file.stat().st_size for file in folder.rglob("*.data")) // 2)
     run_module("specstream.quantize.calibrate", str(folder), str(scratch / TEXTS), str(scratch / "moments"), "--moments", str(most))
     return read_moments(scratch / "moments")
+
+
+def _collect_cache(folder: Path, scratch: Path) -> FloatArray:
+    import numpy as np
+
+    from specstream.toolchain.quantize_quality import TEXTS
+
+    file = scratch / "cache.npy"
+    run_module("specstream.quantize.calibrate", str(folder), str(scratch / TEXTS), str(file), "--cache")
+    channels: FloatArray = np.load(file, allow_pickle=False)
+    return channels
 
 
 def measure_quality(what: str, bundle: Path, scratch: Path, threads: int | None, *arguments: str) -> dict[str, Any]:

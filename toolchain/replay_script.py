@@ -322,14 +322,16 @@ def exponential(x: Any) -> Any:
 class Model:
     """The graphs and the cache. The cache is one array; each layer's tensor is a part of it, both input and output of every call."""
 
-    def __init__(self, folder: Path, golden: dict[str, Any], graphs: list[str], threads: int, capacity: int | None) -> None:
+    def __init__(
+        self, folder: Path, golden: dict[str, Any], graphs: list[str], threads: int, capacity: int | None, cache_dtype: str
+    ) -> None:
         self.capacity, self.length, self.gamma = capacity or golden["capacity"], 0, golden["num_streams"]
         self.delayed, self.layers, self.top_k = golden["placement"] == "delayed", golden["num_layers"], golden["top_k"]
         self.hidden, self.vocab, self.pads = golden["hidden_size"], golden["vocab_size"], golden["pad_single"]
         self.logits = False  # whether calls fetch them
         shape = (self.layers, 2, 1, golden["num_kv_heads"], self.capacity, golden["head_dim"])
-        self.cache = np.empty(shape, dtype=np.float32)
-        self.cache.fill(0.0)  # rows that no mask lets through still meet a product with 0, and 0 times NaN is NaN
+        self.cache = np.empty(shape, dtype=cache_dtype)
+        self.cache.fill(0)  # rows that no mask lets through still meet a product with 0, and 0 times NaN is NaN
         self.main = session(folder / graphs[0], threads)
         self.streams = session(folder / graphs[1], threads) if len(graphs) > 1 else None
         self.entry: Any = None
@@ -545,7 +547,7 @@ def main() -> int:
         graphs.append(manifest["streams"]["graph"])
     if given.form:
         graphs = [f"{Path(name).stem}.{given.form}" for name in graphs]
-    model = Model(given.package, golden, graphs, given.threads, given.capacity)
+    model = Model(given.package, golden, graphs, given.threads, given.capacity, manifest["contract"]["cache_dtype"])
     results, peak = [], 0
     for trace in golden["traces"][: given.traces]:
         model.logits = trace["sampling"] is not None

@@ -98,7 +98,7 @@ def verify(
         if isinstance(session, OrtSession):
             session.pad_single = not wanted
 
-    rounded = isinstance(session, OrtSession) and lm.manifest.quantization.rounds_activations
+    rounded = isinstance(session, OrtSession) and lm.manifest.rounds_activations
     if rounded:
         one_row(False)
     with progress_bar("verifying", len(prompts)) as progress:

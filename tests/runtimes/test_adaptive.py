@@ -15,7 +15,7 @@ from specstream.runtimes.tree import TokenTree, best_first, chain, path_probabil
 
 CHEAP = CallCosts((1, 16), (1.0, 1.3), 0.1)
 DEAR = CallCosts((1, 2, 8, 16), (1.0, 1.6, 2.6, 4.0), 0.8)
-ALL_COSTS = (PRIOR_COSTS, prior_costs("int4"), CHEAP, DEAR)
+ALL_COSTS = (PRIOR_COSTS, prior_costs("int4"), prior_costs("w8a8", "int8"), CHEAP, DEAR)
 
 
 def run(

@@ -111,6 +111,7 @@ def test_a_missed_limit_fails_and_writes_nothing(bundle: Path, capfd: pytest.Cap
         (["--scheme", "int4", "--block-size", "64"], "block size 64 does not divide the 32 inputs of"),
         (["--scheme", "int4", "--accuracy-level", "3"], "accuracy level 3 is not one of"),
         (["--scheme", "w8a8"], "scheme w8a8 needs --calibration FILE"),
+        (["--scheme", "int4", "--cache", "int8"], "--cache int8 needs --calibration FILE"),
         (["--scheme", "int4", "--max-kl", "0.1"], "a limit needs --held-out or --calibration FILE"),
         (["--scheme", "int4", "--held-out", "nowhere.jsonl"], "--held-out nowhere.jsonl: No such file"),
         (["--scheme", "w8a8", "--calibration", "prompts.jsonl", "--held-out", "prompts.jsonl"], "the file of --calibration; give other"),
