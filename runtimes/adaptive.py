@@ -168,8 +168,8 @@ class AdaptiveBudget:
     and costs c pays e - c into its own; what one without streams gains is shared between both, and it pays a little into each. A call has
     streams only if their account covers the loss should nothing be accepted (two such losses once it did not), and without them no more
     rows than the other covers. So time is never more than 1.03 x plain decoding's + 2 plain calls, over all texts and whatever the drafts
-    do, if the costs are right (over one text, + 3.5, which earlier ones have gained). Where drafts fail, one call in a while tries again;
-    where they are good, nothing stands in their way.
+    do, if the costs are right (over one text, + 3.5, which earlier ones have gained), beside what rows that are always allowed cost.
+    Where drafts fail, one call in a while tries again; where they are good, nothing stands in their way.
 
     Which of the rows: those that maximise expected tokens - rate x cost, where the rate is tokens per unit of time lately of calls of this
     kind. This is the choice that makes the long-run rate largest (renewal reward; Dinkelbach 1967). The tree's probabilities are
@@ -179,7 +179,8 @@ class AdaptiveBudget:
         costs: of calls on this device.
         most: rows of a call at most.
         uses_streams: whether the drafter has streams; else all calls are of the other kind.
-        at_least: rows that a call has in any case: one, or two where single rows are run with a second one beside them.
+        at_least: rows that a call may always have: one, or two where a second row costs little beside what a draft in it may find.
+            Fewer are reckoned to cost as much, so they are never chosen to save time; a call for which nothing was drafted is cheaper.
     """
 
     def __init__(self, costs: CallCosts = PRIOR_COSTS, most: int = 16, uses_streams: bool = True, at_least: int = 1) -> None:
@@ -277,7 +278,7 @@ class AdaptiveBudget:
             expected: tokens, by the verified tree's own probabilities.
         """
         cost = self._costs[min(rows, self.most) - 1] + (self._streams if self._streaming else 0.0)
-        # What a single row costs more than one where nothing is drafted at all can be neither saved nor lost here.
+        # What rows that are always allowed cost more than one is neither saved nor lost here.
         gained = emitted - cost + self._costs[0] - 1.0
         if self._streaming:
             self._account = min(self._account + gained, _LARGEST)

@@ -172,8 +172,10 @@ class LanguageModel:
         if sampling is not None and sampling.is_greedy:
             sampling = None
         if isinstance(self.session, OrtSession):
-            # Plain decoding as such is left at its fastest; within speculation, plain calls round as the others do.
-            self.session.pad_single = self.manifest.rounds_activations and not isinstance(drafter, NoDrafter)
+            # With a fixed number of rows, a call for which nothing was drafted rounds as the others do. Plain decoding is left at its
+            # fastest, and so is the adaptive budget where it has come down to it.
+            fixed = budget != "adaptive" and not isinstance(drafter, NoDrafter)
+            self.session.pad_single = self.manifest.rounds_activations and fixed
         rows = self._adaptive(drafter) if budget == "adaptive" else budget
         start = time.perf_counter()
         prompt_ids = self.prompt_ids(prompt, raw)
@@ -286,7 +288,8 @@ class LanguageModel:
             manifest = self.manifest
             usual = prior_costs(manifest.quantization.scheme, manifest.contract.cache_dtype)
             costs = self.profile.costs if self.profile is not None else usual
-            at_least = 2 if isinstance(self.session, OrtSession) and self.session.pad_single else 1
+            # Kernels that round activations take a second row for little, and it shows whether drafts that cost no pass are any good.
+            at_least = 2 if isinstance(self.session, OrtSession) and manifest.rounds_activations else 1
             self._controllers[streams] = AdaptiveBudget(costs, DEFAULT_BUDGET, streams, at_least)
         controller = self._controllers[streams]
         controller.new_text()

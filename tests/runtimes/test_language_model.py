@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from specstream.models.errors import UserError
 from specstream.runtimes import GenerationResult, LanguageModel, Sampling, load
-from specstream.runtimes.drafters import DraftContext
-from specstream.runtimes.language_model import stream_policy
+from specstream.runtimes.drafters import DraftContext, NoDrafter
+from specstream.runtimes.language_model import Budget, Draft, stream_policy
+from specstream.runtimes.ort_session import OrtSession
+from specstream.runtimes.session import Rows, StepOutput
 from specstream.runtimes.tree import TokenTree, chain
 
 from .tiny_bundle import CONTEXT, write_bundle
@@ -41,6 +44,36 @@ def test_any_draft_gives_the_same_text(lm: LanguageModel, prompt: str, rows: int
     assert all(pieces)
     assert lm.last is not None
     assert "".join(pieces) == lm.last.text == plain.text
+
+
+@pytest.mark.parametrize(
+    ("budget", "draft", "padded"), [("adaptive", "auto", False), ("adaptive", "lookup", False), (8, "auto", True), (8, "none", False)]
+)
+def test_single_rows_are_padded_with_a_fixed_budget(
+    folder: Path, budget: Budget, draft: Draft, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where activations are rounded. The adaptive budget comes down to plain decoding, at its speed."""
+    lm = load(folder, threads=1)
+    assert isinstance(lm.session, OrtSession)
+    rows = []
+    run = OrtSession._run
+
+    def watched(session: OrtSession, given: Rows, logits: bool) -> StepOutput:
+        rows.append(len(given.input_ids))
+        return run(session, given, logits)
+
+    monkeypatch.setattr(OrtSession, "_run", watched)
+    prompt = lm.prompt_ids("hi")
+    for rounded in (False, True):
+        scheme = "w8a8" if rounded else "fp32"
+        lm.manifest = dataclasses.replace(lm.manifest, quantization=dataclasses.replace(lm.manifest.quantization, scheme=scheme))
+        rows.clear()
+        nothing = NoDrafter() if draft == "none" else Right([])
+        lm.generate(prompt, 8, draft=nothing, budget=budget)  # what a call is padded to when nothing is drafted
+        assert set(rows[1:]) == {2 if rounded and padded else 1}
+        assert lm.session.pad_single == (rounded and padded)
+        lm.generate(prompt, 8, draft=draft, budget=budget)
+        assert lm.session.pad_single == (rounded and padded)
 
 
 class Right:
