@@ -11,7 +11,7 @@ from specstream.models.errors import UserError
 
 @dataclass(frozen=True)
 class PromptRows:
-    """User texts, and the right answer of each where the file has one."""
+    """User texts, and the right answer of each where the file has one; an empty one is none."""
 
     prompts: tuple[str, ...]
     completions: tuple[str | None, ...]
@@ -50,7 +50,7 @@ def read_prompt_rows(file: Path, limit: int, option: str = "") -> PromptRows:
         if not isinstance(completion, str | None):
             raise UserError(f'{file}, line {number}: "completion" is {completion!r:.60}, a text was expected')
         prompts.append(prompt)
-        completions.append(completion)
+        completions.append(completion if completion and completion.strip() else None)
     if not prompts:
         raise UserError(f'{file}: no prompts; JSON lines like {{"prompt": "..."}} were expected')
     return PromptRows(tuple(prompts), tuple(completions))

@@ -161,3 +161,5 @@ def test_calibration_takes_the_first_rows(tmp_path: Path) -> None:
     file.write_text(PROMPTS)
     assert read_prompt_rows(file, 9).completions == ("sat", None)
     assert read_prompt_rows(file, 1).prompts == ("the cat",)
+    file.write_text('{"prompt": "a", "completion": ""}\n{"prompt": "b", "completion": " "}\n')
+    assert read_prompt_rows(file, 9).completions == (None, None)
