@@ -69,7 +69,8 @@ def stream_sums(
         targets: whose tokens to predict.
         token_index: int64 [V], place of a token in the draft vocabulary or -1; None when all tokens can be drafted.
         by_chance: whether ``weighted`` differs from ``losses``. A token is accepted after those before it only, so stream j counts as
-            often as streams 1 to j - 1 are right: exp(-Σ_i<j loss_i), in which no gradient flows.
+            often as streams 1 to j - 1 are as good as the model: exp(-Σ_i<j (loss_i - model's_i)), in which no gradient flows. What the
+            model itself loses on the targets (with its own distribution for a target: its entropy) is no stream's fault.
     """
     assert model.config is not None
     gamma = model.config.num_streams
@@ -103,9 +104,9 @@ def stream_sums(
     zeros = torch.zeros(gamma, dtype=loss.dtype, device=device)
     sums = weighted = zeros.index_add(0, stream, loss)
     if by_chance:
-        known = torch.zeros(real.shape, dtype=loss.dtype, device=device)
-        known[real] = loss.detach()
-        weighted = zeros.index_add(0, stream, loss * torch.exp(known - known.cumsum(-1))[real])
+        beyond = torch.zeros(real.shape, dtype=loss.dtype, device=device)
+        beyond[real] = (loss.detach() - _model_loss(teacher, wanted, place)).clamp(min=0)
+        weighted = zeros.index_add(0, stream, loss * torch.exp(beyond - beyond.cumsum(-1))[real])
     correct = zeros.index_add(0, stream, (guess == choice.flatten()[place]).to(loss.dtype))
     pair = torch.zeros((), device=device)
     if keep:
@@ -123,6 +124,21 @@ def stream_sums(
         early = model.prune_logits(entry[inside]).float()
         prune = nn.functional.cross_entropy(early, teacher[:, : anchors.shape[1]][inside], reduction="sum")
     return StreamSums(sums, weighted, correct, prune, pair)
+
+
+def _model_loss(teacher: Tensor, wanted: Tensor | None, place: Tensor) -> Tensor:
+    """What the model loses on the streams' targets: float32 [R], in nats.
+
+    Args:
+        teacher: float32 [B, N, Vd], probabilities.
+        wanted: int64 [R], places of target tokens in the draft vocabulary or -1 (no loss); None: the teacher is the target.
+        place: int64 [R], row of the flat teacher that each stream's row has for a target.
+    """
+    if wanted is None:
+        entropy: Tensor = torch.special.entr(teacher).sum(-1)
+        return entropy.flatten()[place]
+    likely = teacher.flatten(0, 1)[place, wanted.clamp(min=0)]
+    return -torch.log(likely.clamp(min=torch.finfo(likely.dtype).tiny))
 
 
 class _DraftLoss(torch.autograd.Function):

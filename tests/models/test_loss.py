@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
 
 from specstream.models.data import Batch, TokenRow, make_batch
-from specstream.models.loss import main_loss_sum, stream_sums
+from specstream.models.loss import _model_loss, main_loss_sum, stream_sums
 from specstream.models.stream_model import StreamModel
 
 from ..export.tiny import tiny_model
@@ -67,29 +68,43 @@ def test_stream_loss(targets: str, segment: int) -> None:
     assert correct.tolist() == hits
 
 
-def test_streams_weighted_by_the_chance_that_those_before_were_right() -> None:
+@pytest.mark.parametrize("targets", ["model", "reference"])
+def test_streams_weighted_by_the_chance_that_those_before_were_right(targets: Literal["model", "reference"]) -> None:
+    """Right as far as the model itself is: what it loses on a target is not held against streams."""
     model = tiny_model("Llama")
     assert model.config is not None
     gamma = model.config.num_streams
     expected = [0.0] * gamma
     for row in ROWS:
         main, streams = logits(model, row.ids)
-        scores = torch.log_softmax(streams, dim=-1)
+        scores, own = torch.log_softmax(streams, dim=-1), torch.log_softmax(main, dim=-1)
         for t in range(row.start - 1, len(row.ids) - 1):
             before = 0.0
             for j in range(1, gamma + 1):
                 if t + j < len(row.ids) - 1:
-                    loss = -float((torch.softmax(main[t + j], dim=-1) * scores[t, j - 1]).sum())
+                    target = own[t + j].exp() if targets == "model" else torch.eye(own.shape[1])[row.ids[t + j + 1]]
+                    loss, least = (-float((target * x).sum()) for x in (scores[t, j - 1], own[t + j]))
                     expected[j - 1] += math.exp(-before) * loss
-                    before += loss
+                    before += max(loss - least, 0.0)
     batch = make_batch(ROWS)
     with torch.no_grad():
         rows = model.main_pass(batch.ids)
-        sums = stream_sums(model, rows, batch, 0, 64, "model", None, by_chance=True)
-        plain = stream_sums(model, rows, batch, 0, 64, "model", None)
+        sums = stream_sums(model, rows, batch, 0, 64, targets, None, by_chance=True)
+        plain = stream_sums(model, rows, batch, 0, 64, targets, None)
     torch.testing.assert_close(sums.weighted, torch.tensor(expected), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sums.losses, plain.losses)
     torch.testing.assert_close(plain.weighted, plain.losses)
+
+
+def test_streams_as_good_as_the_model_count_in_full() -> None:
+    """However unsure the model is: with streams that guess as it does, weights do not fall."""
+    teacher = torch.softmax(torch.randn(2, 6, 11, generator=torch.Generator().manual_seed(0)), dim=-1)
+    place = torch.tensor([0, 5, 7, 11])
+    entropy = torch.distributions.Categorical(probs=teacher.flatten(0, 1)[place]).entropy()
+    torch.testing.assert_close(_model_loss(teacher, None, place), entropy)
+    found = _model_loss(teacher, torch.tensor([3, -1, 0, 10]), place)
+    torch.testing.assert_close(found[[0, 2, 3]], -teacher.flatten(0, 1)[place[[0, 2, 3]], [3, 0, 10]].log())
+    assert found.isfinite().all()
 
 
 def test_a_token_outside_the_draft_vocabulary_is_no_target() -> None:

@@ -127,6 +127,7 @@ def test_a_missed_limit_fails_and_writes_nothing(bundle: Path, capfd: pytest.Cap
         (["--scheme", "w8a8"], "scheme 'w8a8' is unknown for Core ML"),
         (["--scheme", "int8", "--threads", "1"], "--threads: fp16 is a Core ML bundle; this is for ONNX only"),
         (["--scheme", "int4", "--accuracy-level", "4"], "--accuracy-level: fp16 is a Core ML bundle"),
+        (["--scheme", "int4", "--cache", "int8"], "--cache: fp16 is a Core ML bundle; this is for ONNX only"),
         (["--scheme", "int4"], "block size 32 does not divide the 48 inputs"),
         (["--scheme", "palette4"], "group size 16 does not divide the 97 outputs"),
         (["--scheme", "int8", "--max-kl", "1"], "a limit needs --held-out or --calibration FILE"),
