@@ -47,6 +47,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "weights 1": {"stream_decay": 1.0},
     "weights 0.7^j": {"stream_decay": 0.7},
     "weights by chance": {"stream_weighting": "chance"},
+    "weights by chance itself": {"stream_weighting": "chance", "chance_power": 1.0},
     "the rows' tokens as targets": {"targets": "reference"},
     "fused": {"placement": "fused"},
 }

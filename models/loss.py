@@ -27,7 +27,7 @@ class StreamSums:
     """Sums over the anchors of a part of a batch."""
 
     losses: Tensor  # [γ]
-    weighted: Tensor  # [γ], each row's loss times the chance that the streams before it were right; equal to losses if not asked for
+    weighted: Tensor  # [γ], each row's loss by the chance that the streams before it are right; equal to losses if not asked for
     correct: Tensor  # [γ], agreements with the model's own choice
     prune: Tensor  # []
     pair: Tensor  # []
@@ -56,7 +56,7 @@ def stream_sums(
     last: int,
     targets: Targets,
     token_index: Tensor | None,
-    by_chance: bool = False,
+    chance_power: float = 0.0,
 ) -> StreamSums:
     """Losses of the streams beside anchors ``first`` to ``last`` (a segment: it bounds the memory of stream rows).
 
@@ -68,9 +68,9 @@ def stream_sums(
         last: one past its last.
         targets: whose tokens to predict.
         token_index: int64 [V], place of a token in the draft vocabulary or -1; None when all tokens can be drafted.
-        by_chance: whether ``weighted`` differs from ``losses``. A token is accepted after those before it only, so stream j counts as
-            often as streams 1 to j - 1 are as good as the model: exp(-Σ_i<j (loss_i - model's_i)), in which no gradient flows. What the
-            model itself loses on the targets (with its own distribution for a target: its entropy) is no stream's fault.
+        chance_power: of the chance that streams 1 to j - 1 are right, which row by row weighs the loss of stream j: a token is accepted
+            after those before it only. The weight is exp(-power · Σ_i<j (loss_i - model's_i)), in which no gradient flows; what the model
+            itself loses on the targets (with its own distribution for a target: its entropy) is no stream's fault. 0: no such weights.
     """
     assert model.config is not None
     gamma = model.config.num_streams
@@ -103,10 +103,10 @@ def stream_sums(
     )
     zeros = torch.zeros(gamma, dtype=loss.dtype, device=device)
     sums = weighted = zeros.index_add(0, stream, loss)
-    if by_chance:
+    if chance_power:
         beyond = torch.zeros(real.shape, dtype=loss.dtype, device=device)
         beyond[real] = (loss.detach() - _model_loss(teacher, wanted, place)).clamp(min=0)
-        weighted = zeros.index_add(0, stream, loss * torch.exp(beyond - beyond.cumsum(-1))[real])
+        weighted = zeros.index_add(0, stream, loss * torch.exp(chance_power * (beyond - beyond.cumsum(-1)))[real])
     correct = zeros.index_add(0, stream, (guess == choice.flatten()[place]).to(loss.dtype))
     pair = torch.zeros((), device=device)
     if keep:

@@ -65,6 +65,8 @@ class TrainOptions:
             the first step on wreck a small model's main stream.
         stream_weighting: ``chance``: the weights above times the chance that the streams before were right, row by row (see
             :func:`specstream.models.loss.stream_sums`); ``decay``: the weights alone.
+        chance_power: of that chance. A tree has several candidates for a place, so it gets past a stream more often than the chance of
+            its first guess says; with 1, far streams begin to learn only when near ones are good.
         targets: ``model``: the model's own distribution; ``reference``: the tokens of the rows (the papers).
         segment: anchors a row whose streams are in memory at once.
         placement, correction_rank, pair_rank: see :class:`StreamConfig`; the ranks count for delayed placement only.
@@ -97,6 +99,7 @@ class TrainOptions:
     stream_decay: float = 0.85
     stream_weight: float | None = None  # 1.0 on a frozen base, 0.1 in shared mode (the papers' value)
     stream_weighting: Literal["decay", "chance"] = "chance"
+    chance_power: float = 0.5
     targets: Targets = "model"
     segment: int = 64
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -118,7 +121,8 @@ class TrainOptions:
         problems += [f"{name} must be 0 or more" for name in ("kept_rows", "pair_rank", "self_distill") if getattr(self, name) < 0]
         if self.mode == "shared" and self.self_distill:
             problems.append("self_distill needs a frozen base: lossless or two-stage, not shared")
-        problems += [f"{name} must be above 0" for name in ("learning_rate", "main_learning_rate") if getattr(self, name) <= 0]
+        rates = ("learning_rate", "main_learning_rate", "chance_power")
+        problems += [f"{name} must be above 0" for name in rates if getattr(self, name) <= 0]
         if problems:
             raise UserError("training options: " + "; ".join(problems))
 
@@ -462,8 +466,8 @@ class _Run:
         prune, pair = torch.zeros(()), torch.zeros(())
         pair_total = float((totals.sum() - totals[0]).clamp(min=1))
         for first in range(0, part.anchors.shape[1], self.options.segment):
-            by_chance = self.options.stream_weighting == "chance"
-            piece = stream_sums(model, main, part, first, first + self.options.segment, self.options.targets, token_index, by_chance)
+            power = self.options.chance_power if self.options.stream_weighting == "chance" else 0.0
+            piece = stream_sums(model, main, part, first, first + self.options.segment, self.options.targets, token_index, power)
             loss = (weights.to(totals.device) * piece.weighted / totals).sum() + piece.prune / anchors_total + piece.pair / pair_total
             loss.backward()
             sums += (piece.losses.detach() / totals).cpu()

@@ -68,8 +68,9 @@ def test_stream_loss(targets: str, segment: int) -> None:
     assert correct.tolist() == hits
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0])
 @pytest.mark.parametrize("targets", ["model", "reference"])
-def test_streams_weighted_by_the_chance_that_those_before_were_right(targets: Literal["model", "reference"]) -> None:
+def test_streams_weighted_by_the_chance_that_those_before_were_right(targets: Literal["model", "reference"], power: float) -> None:
     """Right as far as the model itself is: what it loses on a target is not held against streams."""
     model = tiny_model("Llama")
     assert model.config is not None
@@ -84,12 +85,12 @@ def test_streams_weighted_by_the_chance_that_those_before_were_right(targets: Li
                 if t + j < len(row.ids) - 1:
                     target = own[t + j].exp() if targets == "model" else torch.eye(own.shape[1])[row.ids[t + j + 1]]
                     loss, least = (-float((target * x).sum()) for x in (scores[t, j - 1], own[t + j]))
-                    expected[j - 1] += math.exp(-before) * loss
+                    expected[j - 1] += math.exp(-power * before) * loss
                     before += max(loss - least, 0.0)
     batch = make_batch(ROWS)
     with torch.no_grad():
         rows = model.main_pass(batch.ids)
-        sums = stream_sums(model, rows, batch, 0, 64, targets, None, by_chance=True)
+        sums = stream_sums(model, rows, batch, 0, 64, targets, None, power)
         plain = stream_sums(model, rows, batch, 0, 64, targets, None)
     torch.testing.assert_close(sums.weighted, torch.tensor(expected), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sums.losses, plain.losses)
