@@ -121,8 +121,8 @@ class TrainOptions:
         problems += [f"{name} must be 0 or more" for name in ("kept_rows", "pair_rank", "self_distill") if getattr(self, name) < 0]
         if self.mode == "shared" and self.self_distill:
             problems.append("self_distill needs a frozen base: lossless or two-stage, not shared")
-        rates = ("learning_rate", "main_learning_rate", "chance_power")
-        problems += [f"{name} must be above 0" for name in rates if getattr(self, name) <= 0]
+        above_zero = ("learning_rate", "main_learning_rate", "chance_power")
+        problems += [f"{name} must be above 0" for name in above_zero if getattr(self, name) <= 0]
         if problems:
             raise UserError("training options: " + "; ".join(problems))
 

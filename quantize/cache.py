@@ -2,8 +2,7 @@
 
 Each channel of each head has one fixed scale: ``GroupQueryAttention`` rounds what it writes, ``x ≈ scale · q`` with q in [-128, 127].
 A row's keys and values do not depend on which rows are beside it, so rows stay independent. Keys are rounded with their rotation, as
-the cache holds them: a few channels are much larger than the others, which is why one scale for all of them would not do (KIVI, Liu et
-al. 2024).
+the cache holds them: a few of their channels are much larger than the others (KIVI, Liu et al. 2024).
 
 Knows graph contract v1; nothing of texts or bundles.
 """
