@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 
 from specstream.quantize.coreml_schemes import CoreMLOptions
-from specstream.runtimes import Sampling, load
+from specstream.runtimes import GenerationResult, Sampling, load
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.language_model import LanguageModel
 from specstream.runtimes.session import prefill
@@ -43,23 +43,42 @@ def exported(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 def tokens_per_call(lm: LanguageModel, draft: str) -> float:
-    results = [lm.generate(prompt, 96, draft, budget=MANY) for prompt in PROMPTS]
+    return per_call([lm.generate(prompt, 96, draft, budget=MANY) for prompt in PROMPTS])
+
+
+def per_call(results: list[GenerationResult]) -> float:
     return sum(result.tokens - 1 for result in results) / sum(result.calls for result in results)
 
 
-def test_drafts_save_calls_and_change_nothing(exported: tuple[Path, dict[str, Any]]) -> None:
-    out, report = exported
+@pytest.fixture(scope="module")
+def generated(exported: tuple[Path, dict[str, Any]]) -> dict[str, list[GenerationResult]]:
+    """Each prompt without drafts, and with those of each source at a fixed number of rows."""
+    lm = load(exported[0], profile=False)
+    return {draft: [lm.generate(prompt, 96, draft, budget=MANY) for prompt in PROMPTS] for draft in ("none", "streams", "joined")}
+
+
+def test_export_of_the_real_model(exported: tuple[Path, dict[str, Any]]) -> None:
+    """Parity with PyTorch, peak memory, every weight once, and the operators that the graphs should have."""
+    _, report = exported
+    weights = 4 * 134_515_008
     assert report["parity"]["top1_agreement"] == 1.0
-    assert report["peak_rss_bytes"] < 2 * 4 * 134_515_008 + 800e6
-    lm = load(out, profile=False)
+    assert report["parity"]["max_abs_diff"] <= 1e-3
+    assert report["peak_rss_bytes"] < 2 * weights + 800e6
+    copies = 4 * 10 * 3_539_520 + 4 * 8192 * 576  # the top ten layers with the streams' LoRA merged in, the head of their vocabulary
+    assert weights + copies <= report["weight_bytes"] < weights + copies + 10e6
+    operators = report["operators"]
+    assert operators["com.microsoft::GroupQueryAttention"] == 30
+    assert operators["RMSNormalization"] + operators["com.microsoft::SkipSimplifiedLayerNormalization"] == 30 * 2 + 1
+
+
+def test_drafts_save_calls_and_change_nothing(exported: tuple[Path, dict[str, Any]], generated: dict[str, list[GenerationResult]]) -> None:
+    lm = load(exported[0], profile=False)
+    plain = [result.token_ids for result in generated["none"]]
     for draft in ("streams", "joined"):
-        for prompt in PROMPTS:
-            plain = lm.generate(prompt, 96, "none")
-            assert lm.generate(prompt, 96, draft, budget=MANY).token_ids == plain.token_ids
-            assert lm.generate(prompt, 96, draft).token_ids == plain.token_ids
-    streams, joined = tokens_per_call(lm, "streams"), tokens_per_call(lm, "joined")
-    assert streams > 2.8
-    assert joined > streams
+        assert [result.token_ids for result in generated[draft]] == plain
+        assert [lm.generate(prompt, 96, draft).token_ids for prompt in PROMPTS] == plain  # the adaptive budget
+    assert per_call(generated["streams"]) > 2.8
+    assert per_call(generated["joined"]) > per_call(generated["streams"])
 
 
 def test_drafts_do_not_change_sampled_text(exported: tuple[Path, dict[str, Any]]) -> None:
@@ -78,17 +97,30 @@ def test_drafts_do_not_change_sampled_text(exported: tuple[Path, dict[str, Any]]
     assert len(texts) > 5
 
 
-@pytest.mark.parametrize(("scheme", "cache"), [("w8a8", "int8"), ("int4", "float32")])
-def test_a_rounded_bundle_still_drafts_well(scheme: str, cache: str, exported: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    out, _ = exported
-    report = quantize_bundle(out, tmp_path / scheme, scheme, cache=cache, calibration=SQL, limit=6)
-    manifest = Bundle.load(tmp_path / scheme).manifest
-    assert (manifest.quantization.scheme, manifest.contract.cache_dtype) == (scheme, cache)
+CACHES = {"w8a8": "int8", "int4": "float32"}
+
+
+@pytest.fixture(scope="module")
+def rounded(exported: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """A bundle of each scheme and what `quantize` says of it."""
+    folder = tmp_path_factory.mktemp("rounded")
+    return {
+        scheme: (folder / scheme, quantize_bundle(exported[0], folder / scheme, scheme, cache=cache, calibration=SQL, limit=6))
+        for scheme, cache in CACHES.items()
+    }
+
+
+@pytest.mark.parametrize("scheme", CACHES)
+def test_a_rounded_bundle_still_drafts_well(
+    scheme: str, rounded: dict[str, tuple[Path, dict[str, Any]]], generated: dict[str, list[GenerationResult]]
+) -> None:
+    bundle, report = rounded[scheme]
+    manifest = Bundle.load(bundle).manifest
+    assert (manifest.quantization.scheme, manifest.contract.cache_dtype) == (scheme, CACHES[scheme])
     assert report["quality"]["kl"] < 0.1
     assert report["bundle_share"] < {"w8a8": 0.32, "int4": 0.18}[scheme]
-    exact = tokens_per_call(load(out, profile=False), "streams")
     # Rounding changes the text itself, and with it what can be guessed: on these few prompts that says little.
-    assert tokens_per_call(load(tmp_path / scheme, profile=False), "streams") > 0.75 * exact
+    assert tokens_per_call(load(bundle, profile=False), "streams") > 0.75 * per_call(generated["streams"])
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +171,9 @@ def assert_near_tie(lm: LanguageModel, prompt: str, one: list[int], other: list[
     assert abs(float(logits[0, one[place]] - logits[0, other[place]])) < lm.session.near_tie
 
 
-def test_an_android_package_replays_with_onnxruntime_alone(exported: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    out, _ = exported
-    quantize_bundle(out, tmp_path / "int4", "int4")
+def test_an_android_package_replays_with_onnxruntime_alone(rounded: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     package = tmp_path / "android"
-    report = package_bundle(tmp_path / "int4", package, "android", prompts=PROMPTS[:1], capacity=512)
+    report = package_bundle(rounded["int4"][0], package, "android", prompts=PROMPTS[:1], capacity=512)
     assert report["archive_bytes"] > report["package_bytes"] > 0.9 * report["memory"]["weights"]
     assert (package / "ADAPTER.md").is_file()
     greedy = [trace for trace in report["traces"] if "greedy" in trace["name"]]
