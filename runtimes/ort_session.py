@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +32,10 @@ Sizes = dict[str, dict[int, int]]  # of a graph's value, by name and axis
 FIRST_ALLOCATION = 512  # rows of cache at the start when no capacity is asked for; it doubles from there
 CACHE_TYPES: Final = {"float32": "tensor(float)", "int8": "tensor(int8)"}  # NumPy's name: ONNX Runtime's
 _KEPT_ROWS: Final = 32  # calls of more rows (prompts) are bound anew each time
+_SCORE_BYTES: Final = 64 << 20  # that a prompt's call may take for attention scores
+_FEWEST_PROMPT_ROWS: Final = 32
+TILED_ATTENTION_OFF: Final = "ORT_GQA_DISABLE_FLASH_ATTENTION"  # ONNX Runtime reads it when a session is made
+_ENVIRONMENT: Final = threading.Lock()  # held while it is set
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +86,10 @@ class OrtSession:
         self.num_streams = streams.num_streams if streams else 0
         self.top_k = streams.top_k if streams else 0
         self.delayed = streams is not None and streams.placement == "delayed"
-        self.prompt_chunk = PROMPT_CHUNK
         self.max_tree_rows = self.capacity
         self.max_stream_rows = 0 if self.delayed or not self.num_streams else self.capacity
         self.near_tie = NEAR_TIE
-        self._layers = model.num_layers
+        self._layers, self._heads = model.num_layers, model.num_heads
         self._hidden = model.hidden_size
         self._cache_shape = (model.num_kv_heads, model.head_dim)
         self._cache_dtype = cache_dtype
@@ -110,6 +115,12 @@ class OrtSession:
         """Rows that the cache has memory for now."""
         rows: int = self.cache.shape[4]
         return rows
+
+    @property
+    def prompt_chunk(self) -> int:
+        """Rows of a prompt in one call at most: fewer where the cache is so large that their attention scores would take much memory."""
+        affordable = _SCORE_BYTES // (4 * self._heads * self.allocated)
+        return min(PROMPT_CHUNK, max(affordable, _FEWEST_PROMPT_ROWS))
 
     def run(self, rows: Rows, logits: bool = False) -> StepOutput:
         """See :meth:`Session.run`."""
@@ -368,13 +379,32 @@ def _load_graph(bundle: Bundle, name: str, threads: int) -> ort.InferenceSession
         names = [file.relative_to(graph.parent).as_posix() for file in files]
         options.add_external_initializers_from_files_in_memory(names, maps, [len(m) for m in maps])
     try:
-        session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        with _untiled_attention():
+            session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors share no narrower class
         reason = str(error).splitlines()[0]
         raise UserError(f"{graph}: ONNX Runtime {ort.__version__} cannot load it: {reason}") from error
     for mapped in maps:  # the weights have been copied
         mapped.close()
     return session
+
+
+@contextmanager
+def _untiled_attention() -> Iterator[None]:
+    """Sessions made meanwhile compute attention a head at a time, not in the tiles of flash attention.
+
+    For the few rows of a tree these cost more than they save, and even for prompts (docs/benchmarks.md, *Attention in tiles*). ONNX Runtime
+    has no session option for it. What the user has set stays.
+    """
+    with _ENVIRONMENT:
+        if TILED_ATTENTION_OFF in os.environ:
+            yield
+            return
+        os.environ[TILED_ATTENTION_OFF] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[TILED_ATTENTION_OFF]
 
 
 def _files_beside(bundle: Bundle, graph: Path) -> list[Path]:

@@ -178,10 +178,9 @@ def prefill(
     """
     if not session.length < len(prompt_ids) <= session.capacity:
         raise ValueError(f"{len(prompt_ids)} tokens of prompt, {session.length} in the cache, capacity {session.capacity}")
-    chunk = session.prompt_chunk if chunk is None else min(chunk, session.prompt_chunk)
     while True:
         past = session.length
-        tokens = prompt_ids[past : past + chunk]
+        tokens = prompt_ids[past : past + (session.prompt_chunk if chunk is None else min(chunk, session.prompt_chunk))]
         last = past + len(tokens) == len(prompt_ids)
         fits = not session.delayed and len(prompt_ids) + session.num_streams <= session.capacity
         output = session.run(prompt_rows(tokens, past, streams=last and streams and fits), logits=logits and last)

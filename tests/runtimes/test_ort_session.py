@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import load_model, save
 
 from specstream.models.errors import UserError
+from specstream.runtimes import ort_session
 from specstream.runtimes.bundle import Bundle, BundleWriter
 from specstream.runtimes.drafters import NoDrafter, StreamDrafter
 from specstream.runtimes.ort_session import FIRST_ALLOCATION, OrtSession, usable_cores
@@ -153,6 +155,35 @@ def test_capacity_is_a_limit(bundle: Bundle) -> None:
         session.run(tree_rows(chain(1, [2]), 9))
     with pytest.raises(ValueError, match="13 rows"):
         session.run(tree_rows(root_only(1), 9, np.array([0])))
+
+
+def test_a_prompt_takes_fewer_rows_a_call_where_scores_would_take_much_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [*range(1, 31), *range(1, 31)]
+    whole = OrtSession(bundle, threads=1, capacity=CONTEXT)
+    expected = prefill(whole, prompt, logits=True).logits
+    assert whole.prompt_chunk == 256
+    monkeypatch.setattr(ort_session, "_SCORE_BYTES", 40 * 4 * bundle.manifest.model.num_heads * CONTEXT)
+    pieces = OrtSession(bundle, threads=1, capacity=CONTEXT)
+    assert pieces.prompt_chunk == 40
+    run, sizes = pieces.run, []
+    monkeypatch.setattr(pieces, "run", lambda rows, logits=False: sizes.append(len(rows.input_ids)) or run(rows, logits))
+    np.testing.assert_allclose(prefill(pieces, prompt, logits=True).logits, expected, atol=1e-5)
+    assert sizes == [40, 20]
+    monkeypatch.setattr(ort_session, "_SCORE_BYTES", 1)
+    assert pieces.prompt_chunk == 32
+
+
+@pytest.mark.parametrize("users", [None, "0", "1"])
+def test_attention_is_not_tiled_unless_the_user_says_so(bundle: Bundle, users: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ONNX Runtime finds in the environment while it makes a session, and what is left of it there."""
+    name, make, found = ort_session.TILED_ATTENTION_OFF, ort.InferenceSession, []
+    monkeypatch.delenv(name, raising=False)
+    if users is not None:
+        monkeypatch.setenv(name, users)
+    monkeypatch.setattr(ort, "InferenceSession", lambda *args, **kwargs: found.append(os.environ.get(name)) or make(*args, **kwargs))
+    OrtSession(bundle, threads=1)
+    assert set(found) == {users or "1"}
+    assert os.environ.get(name) == users
 
 
 def test_rewind_forgets(session: OrtSession) -> None:
