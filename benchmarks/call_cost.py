@@ -3,11 +3,13 @@
     python benchmarks/call_cost.py int4-bundle w8a8-bundle --threads 2 --json report.json
 
 Run it with nothing else running. Bundles and numbers of rows take turns in one process, so that a drift meets all alike; a cell is
-the median of its repeats. A call's rows are a chain whose rows are all scored, behind a context of ``--past`` rows.
+the median of its repeats. A call's rows are a chain whose rows are all scored, behind a context of ``--past`` rows. With ``--tiled`` each
+bundle is there twice: as it runs, and with ONNX Runtime's attention in tiles, which is what one gets without `specstream`.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from pathlib import Path
@@ -19,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from specstream.models.errors import UserError
-from specstream.runtimes import load
+from specstream.runtimes import LanguageModel, load
+from specstream.runtimes.ort_session import TILED_ATTENTION_OFF
 from specstream.runtimes.session import Rows, Session, prefill, tree_rows
 from specstream.runtimes.tree import chain
 from specstream.toolchain.cli import run
@@ -52,14 +55,30 @@ def measure(sessions: list[Session], past: int, counts: list[int], repeats: int)
     return [{count: statistics.median(values) for count, values in kept.items()} for kept in times]
 
 
+def load_tiled(bundle: Path, threads: int | None) -> LanguageModel:
+    """A bundle whose attention is in tiles."""
+    before = os.environ.get(TILED_ATTENTION_OFF)
+    os.environ[TILED_ATTENTION_OFF] = "0"
+    try:
+        return load(bundle, threads=threads)
+    finally:
+        if before is None:
+            del os.environ[TILED_ATTENTION_OFF]
+        else:
+            os.environ[TILED_ATTENTION_OFF] = before
+
+
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--rows", default="1,2,4,8,12,16", show_default=True, help="Numbers of rows, with commas.")
 @click.option("--past", type=click.IntRange(min=1), default=256, show_default=True, help="Rows in the cache.")
 @click.option("--repeats", type=click.IntRange(min=1), default=30, show_default=True, help="Calls of each kind.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.")
+@click.option("--tiled", is_flag=True, help="Each bundle with attention in tiles beside it.")
 @json_option
-def call_cost(bundles: tuple[Path, ...], rows: str, past: int, repeats: int, threads: int | None, json_file: Path | None) -> None:
+def call_cost(
+    bundles: tuple[Path, ...], rows: str, past: int, repeats: int, threads: int | None, tiled: bool, json_file: Path | None
+) -> None:
     """Milliseconds of a call of each of BUNDLES by its rows, and its ratio to a call of one row."""
     try:
         counts = sorted({int(part) for part in rows.split(",")} | {1})
@@ -67,17 +86,18 @@ def call_cost(bundles: tuple[Path, ...], rows: str, past: int, repeats: int, thr
         raise UserError(f"--rows {rows}: numbers with commas expected, such as 1,2,4,8") from None
     if counts[0] < 1:
         raise UserError(f"--rows {rows}: numbers from 1 expected")
-    models = [load(bundle, threads=threads) for bundle in bundles]
+    kinds = [(bundle, in_tiles) for bundle in bundles for in_tiles in ((False, True) if tiled else (False,))]
+    models = [(load_tiled if in_tiles else load)(bundle, threads=threads) for bundle, in_tiles in kinds]
     found = measure([lm.session for lm in models], past, counts, repeats)
     table = Table(title=f"one call behind {past} rows, {threads or 'all'} threads: ms (ratio to one row)")
     for column in ("bundle", "scheme", *(str(count) for count in counts)):
         table.add_column(column, justify="left" if column in ("bundle", "scheme") else "right")
     report: list[dict[str, Any]] = []
-    for bundle, lm, cells in zip(bundles, models, found, strict=True):
+    for (bundle, in_tiles), lm, cells in zip(kinds, models, found, strict=True):
         scheme = lm.manifest.quantization.scheme
-        table.add_row(bundle.name, scheme, *(f"{ms:.1f} ({ms / cells[1]:.2f})" for ms in cells.values()))
+        table.add_row(bundle.name + ", tiled" * in_tiles, scheme, *(f"{ms:.1f} ({ms / cells[1]:.2f})" for ms in cells.values()))
         report += [
-            {"bundle": str(bundle), "scheme": scheme, "rows": count, "context": past, "ms": ms, "ratio": ms / cells[1]}
+            {"bundle": str(bundle), "tiled": in_tiles, "scheme": scheme, "rows": count, "context": past, "ms": ms, "ratio": ms / cells[1]}
             for count, ms in cells.items()
         ]
     Console(width=140).print(table)

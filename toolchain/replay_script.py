@@ -18,6 +18,7 @@ import hashlib
 import heapq
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -408,6 +409,8 @@ def session(file: Path, threads: int) -> Any:
     if file.suffix == ".ort":  # weights are used where they lie in the mapped file, not copied
         options.add_session_config_entry("session.use_memory_mapped_ort_model", "1")
         options.add_session_config_entry("session.use_ort_model_bytes_for_initializers", "1")
+    # Attention a head at a time, as when the traces were recorded: ONNX Runtime's tiles round otherwise and are slower for few rows.
+    os.environ.setdefault("ORT_GQA_DISABLE_FLASH_ATTENTION", "1")
     return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 

@@ -3,6 +3,7 @@
 import ai.onnxruntime.OnnxTensor
 import ai.onnxruntime.OrtEnvironment
 import ai.onnxruntime.OrtSession
+import android.system.Os
 import java.io.File
 import java.nio.ByteBuffer
 import java.nio.ByteOrder
@@ -122,6 +123,7 @@ class Model(folder: File, private val n: Sizes, threads: Int) : AutoCloseable {
         options.setMemoryPatternOptimization(false)
         options.addConfigEntry("session.use_memory_mapped_ort_model", "1")
         options.addConfigEntry("session.use_ort_model_bytes_for_initializers", "1")
+        Os.setenv("ORT_GQA_DISABLE_FLASH_ATTENTION", "1", false)  // attention as in the traces; read when a session is made
         return env.createSession(file.path, options)
     }
 

@@ -59,12 +59,11 @@ def test_it_computes_what_the_network_computes(folder: Path) -> None:
 
 
 def test_another_process_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    for name in GRAPHS:
-        for seed in ("1", "2"):
-            out = tmp_path / f"{seed}-{ort_name(name)}"
-            command = [sys.executable, "-P", "-m", "specstream.export.ort_format", str(folder / name), str(out)]
-            subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": seed})
-            assert out.read_bytes() == (folder / ort_name(name)).read_bytes()
+    for seed, name in enumerate(GRAPHS, 1):
+        out = tmp_path / ort_name(name)
+        command = [sys.executable, "-P", "-m", "specstream.export.ort_format", str(folder / name), str(out)]
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": str(seed)})
+        assert out.read_bytes() == (folder / ort_name(name)).read_bytes()
 
 
 def test_a_head_in_any_order_becomes_the_same(folder: Path, tmp_path: Path) -> None:
