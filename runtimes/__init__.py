@@ -11,5 +11,6 @@ print(lm.last.tokens_per_call)
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.language_model import GenerationResult, LanguageModel, load
 from specstream.runtimes.sampling import Sampling
+from specstream.runtimes.threads import share_threads
 
-__all__ = ["Bundle", "GenerationResult", "LanguageModel", "Sampling", "load"]
+__all__ = ["Bundle", "GenerationResult", "LanguageModel", "Sampling", "load", "share_threads"]

@@ -25,6 +25,7 @@ from specstream.models.errors import UserError
 from specstream.runtimes.bundle import Bundle
 from specstream.runtimes.processor import saturates
 from specstream.runtimes.session import NEAR_TIE, PROMPT_CHUNK, DraftOutput, Rows, StepOutput
+from specstream.runtimes.threads import join_pool
 from specstream.runtimes.tree import FloatArray
 
 Sizes = dict[str, dict[int, int]]  # of a graph's value, by name and axis
@@ -362,14 +363,17 @@ def _view(array: npt.NDArray[Any]) -> ort.OrtValue:
 def _load_graph(bundle: Bundle, name: str, threads: int) -> ort.InferenceSession:
     graph = bundle.path(name)
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
     options.log_severity_level = 3
     # A memory pattern is kept for each set of input shapes; they repeat while the past grows, which no pattern knows.
     options.enable_mem_pattern = False
-    # Threads that go on spinning after a call take the cores from the next one of another session: of the streams' own pass, or of a
-    # second bundle in this process.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if join_pool(threads):
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        # Threads that go on spinning after a call take the cores from the next one of another session: of the streams' own pass, or of a
+        # second bundle in this process.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     # ONNX Runtime refuses weights behind a link that leaves the graph's own folder, so it gets their content from us.
     files = _files_beside(bundle, graph)
     home = graph.resolve().parent

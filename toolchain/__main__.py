@@ -2,4 +2,5 @@
 
 from specstream.toolchain.cli import main
 
-main()
+if __name__ == "__main__":  # processes that tune starts import this, too
+    main()

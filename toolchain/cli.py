@@ -33,6 +33,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 }
 
 
+# Commands whose process runs bundles and makes no other sessions of ONNX Runtime.
+SHARING: Final = frozenset({"generate", "chat", "verify", "bench", "tune"})
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported one by one."""
 
@@ -124,6 +128,10 @@ def _say(kind: str, message: str, code: int, debug: bool) -> int:
 
 def main() -> None:
     """Entry point of the command."""
+    if SHARING & set(sys.argv[1:2]) and not {"-h", "--help"} & set(sys.argv):
+        from specstream.runtimes.threads import share_threads
+
+        share_threads()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -126,4 +126,7 @@ def _speed(result: GenerationResult) -> float:
 
 
 if __name__ == "__main__":
+    from specstream.runtimes import share_threads
+
+    share_threads()
     sys.exit(cli.run(sys.argv[1:], demo, "python -m specstream.toolchain.demo"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +27,7 @@ from specstream.runtimes.profile import DeviceProfile, DraftName, MeasuredCall, 
 from specstream.runtimes.replay import Recording, record, replay
 from specstream.runtimes.session import Session, prefill, tree_rows
 from specstream.runtimes.text import TextCodec
+from specstream.runtimes.threads import share_threads, sharing
 from specstream.runtimes.tree import StreamPolicy, chain, likeliest_last
 from specstream.toolchain.report import versions
 
@@ -101,16 +104,18 @@ def tune(path: Path, prompts: Sequence[str], options: TuneOptions, step: Callabl
 
     calls: list[MeasuredCall] = []
     recordings: list[Recording] = []
+    # ONNX Runtime's shared pool has one size in a process.
+    apart = sharing() and sum(threads > 1 for threads in options.threads) > 1
     for threads in options.threads:
-        session = OrtSession(bundle, threads=threads)
-        for context in options.contexts:
-            step(f"timing calls: {threads} threads, {context} tokens of context")
-            calls += measure_calls(session, prompt_ids[0], threads, context, options.rounds)
-        if threads == options.threads[-1]:
-            for i, ids in enumerate(prompt_ids):
-                step(f"decoding sample prompt {i + 1} of {len(prompt_ids)}")
-                recordings.append(record(session, ids, max_new_tokens=options.max_new_tokens, stop_ids=codec.stop_ids))
-        del session  # one model in memory at a time
+        recorded = prompt_ids if threads == options.threads[-1] else []
+        if apart:
+            step(f"timing calls{' and decoding sample prompts' * bool(recorded)}: {threads} threads")
+            with ProcessPoolExecutor(1, get_context("spawn"), initializer=share_threads) as process:
+                found = process.submit(_measure, path, prompt_ids[0], recorded, threads, options).result()
+        else:
+            found = _measure(path, prompt_ids[0], recorded, threads, options, step)
+        calls += found[0]
+        recordings += found[1]
     step("comparing")
     sources = Sources(
         fold=fold_vocabulary(codec.tokenizer, model.vocab_size),
@@ -120,6 +125,28 @@ def tune(path: Path, prompts: Sequence[str], options: TuneOptions, step: Callabl
         delayed=streams is not None and streams.placement == "delayed",
     )
     return choose(bundle.manifest, calls, recordings, sources, options), bundle.manifest
+
+
+def _measure(
+    path: Path,
+    sample: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    threads: int,
+    options: TuneOptions,
+    step: Callable[[str], None] = lambda _: None,
+) -> tuple[list[MeasuredCall], list[Recording]]:
+    """Times of calls with these threads, and recordings of ``prompts``. A session of its own: one model in memory at a time."""
+    bundle = Bundle.load(path, check=False)  # read whole by who calls
+    session, stop_ids = OrtSession(bundle, threads=threads), TextCodec.from_bundle(bundle).stop_ids
+    calls: list[MeasuredCall] = []
+    for context in options.contexts:
+        step(f"timing calls: {threads} threads, {context} tokens of context")
+        calls += measure_calls(session, sample, threads, context, options.rounds)
+    recordings = []
+    for i, ids in enumerate(prompts):
+        step(f"decoding sample prompt {i + 1} of {len(prompts)}")
+        recordings.append(record(session, ids, max_new_tokens=options.max_new_tokens, stop_ids=stop_ids))
+    return calls, recordings
 
 
 def measure_calls(session: Session, sample: Sequence[int], threads: int, context: int, rounds: int) -> list[MeasuredCall]:

@@ -7,11 +7,12 @@ from collections.abc import Collection
 
 import protocol
 
-from specstream.runtimes import load
+from specstream.runtimes import load, share_threads
 from specstream.runtimes.language_model import Budget
 
 
 def load_worker(given: argparse.Namespace) -> protocol.Generate:
+    share_threads()  # the process is ours alone
     lm = load(given.model, threads=given.threads)
     draft, budget = given.draft, "adaptive" if given.draft != "none" else 1
     lm.drafter(draft)

@@ -4,9 +4,9 @@
     GroupQueryAttention(RotaryEmbedding(q, cos, sin), RotaryEmbedding(k, cos, sin), v, ..., bias)
       ->  GroupQueryAttention(x, , , ..., cos_table, sin_table, positions, bias, do_rotary=1)
 
-Three nodes of a layer are gone, and a copy of x. The tables have a row for each position of the context, computed as the graph computes
-them, cos(position · frequency) · factor: where a graph does that in another way, or the tables would be larger than they may, it
-stays as it is.
+Three nodes of a layer are gone, and a copy of x; with the last layer also what made cosines and sines in each call. The tables have a row
+for each position of the context, computed as the graph computes them, cos(position · frequency) · factor: where a graph does that in
+another way, or the tables would be larger than they may, it stays as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 SIZES = 8  # ONNX Runtime turns heads of a multiple of 16 entries
 _SHAPING = ("Squeeze", "Unsqueeze", "Slice")
@@ -68,6 +69,8 @@ def fuse_packed_attention(model: ir.Model, context: int, most_bytes: int) -> int
         split = superfluous[-1]
         graph.remove([node, *superfluous[:-1], split], safe=True)
         count += 1
+    if count:
+        common.RemoveUnusedNodesPass()(model)
     return count
 
 
