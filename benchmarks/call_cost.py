@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specstream.models.errors import UserError
-from specstream.runtimes import LanguageModel, load
+from specstream.runtimes import LanguageModel, load, share_threads
 from specstream.runtimes.ort_session import TILED_ATTENTION_OFF
 from specstream.runtimes.session import Rows, Session, prefill, tree_rows
 from specstream.runtimes.tree import chain
@@ -107,4 +107,5 @@ def call_cost(
 if __name__ == "__main__":
     import sys
 
+    share_threads()
     sys.exit(run(sys.argv[1:], call_cost, "call_cost.py"))

@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from specstream.models.errors import UserError
-from specstream.runtimes import load
+from specstream.runtimes import load, share_threads
 from specstream.runtimes.language_model import Budget, LanguageModel, StreamRows
 from specstream.toolchain.cli import run
 from specstream.toolchain.report import json_option, write_report
@@ -151,4 +151,5 @@ def task(
 if __name__ == "__main__":
     import sys
 
+    share_threads()
     sys.exit(run(sys.argv[1:], task, "task.py"))
